@@ -1,0 +1,47 @@
+"""The ``cpu_ref`` platform: device operations and what SGLang asks a platform for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+from sglang_cpu_ref import hooks
+
+
+# SGLang would size the pools by free memory, and take most of it.
+_MAX_TOTAL_TOKENS = 65_536
+_MAX_RUNNING_REQUESTS = 64
+
+
+class CpuRefPlatform(CpuDeviceMixin, SRTPlatform):
+    """A CPU that runs DeepSeek-V4 on the unified_kv path with reference leaf kernels."""
+
+    _enum = PlatformEnum.OOT
+    capabilities = PlatformCapabilities()
+
+    def is_pin_memory_available(self, device: object = None) -> bool:
+        return False
+
+    def get_default_attention_backend(self) -> str:
+        return "dsv4"
+
+    def get_dispatch_key_name(self) -> str:
+        return "native"
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        """Defaults of the platform; also the first call that no try of SGLang swallows."""
+        hooks.require_attached()
+        server_args.attention_backend = server_args.attention_backend or "dsv4"
+        # An idle scheduler polls, and takes one of two cores from whoever works.
+        server_args.sleep_on_idle = True
+        if server_args.max_total_tokens is None:
+            server_args.max_total_tokens = _MAX_TOTAL_TOKENS
+        if server_args.max_running_requests is None:
+            server_args.max_running_requests = _MAX_RUNNING_REQUESTS
+
+    def post_load_model(self, model: torch.nn.Module) -> None:
+        hooks.add_rope_tables(model)
