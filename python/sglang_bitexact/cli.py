@@ -1,0 +1,137 @@
+"""The console script ``sglang-bitexact``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from sglang_bitexact import __version__, patching
+from sglang_bitexact.check import Finding, check
+from sglang_bitexact.errors import BitexactError
+from sglang_bitexact.series import Series
+from sglang_bitexact.tree import Tree
+from sglang_bitexact.upstream import PINNED_VERSION, download
+from sglang_bitexact.wheel import build
+
+# 0: done. 1: the answer is no (an edit does not anchor, the tree is not in order).
+# 2: the command could not be carried out.
+_OK, _NO, _ERROR = 0, 1, 2
+_console = Console(highlight=False)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except BitexactError as error:
+        if args.json:
+            print(json.dumps({"error": str(error)}))
+        else:
+            print(f"sglang-bitexact: {error}", file=sys.stderr)
+        return _ERROR
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sglang-bitexact",
+        description="Bit-exact prefix reuse for DeepSeek-V4 on unified_kv, as a patch series to sglang "
+        f"{PINNED_VERSION}. Exit codes: 0 done, 1 the answer is no, 2 the command could not be carried out.",
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[Any], int], text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(run=run)
+        sub.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+        sub.add_argument("--series", type=Path, help="directory of the series (default: this installation's)")
+        return sub
+
+    def through(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("--through", type=int, metavar="PART", help="parts 1 to PART only (default: all)")
+
+    def tree(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("--tree", type=Path, help="an unpacked SGLang or a checkout (default: the installed one)")
+
+    sub = command("build", _build, "Build a patched wheel from the released one.")
+    through(sub)
+    sub.add_argument("--out", type=Path, default=Path("dist"), help="directory of the wheel (default: dist)")
+    sub = command("apply", _apply, "Patch an installed or unpacked SGLang, all or nothing.")
+    through(sub)
+    tree(sub)
+    sub.add_argument("--link", action="store_true", help="link new files to the series instead of copying them")
+    sub = command("revert", _revert, "Undo apply, byte for byte; also after a kill.")
+    tree(sub)
+    sub.add_argument("--force", action="store_true", help="discard changes made to the patched files since")
+    sub = command("status", _status, "Say whether the series is applied, and whether its files are intact.")
+    tree(sub)
+    sub = command("check", _check, "Say whether every edit still anchors in an SGLang release.")
+    sub.add_argument("--sglang", default=PINNED_VERSION, metavar="VERSION", help=f"default: {PINNED_VERSION}")
+    return parser
+
+
+def _series(args: argparse.Namespace) -> Series:
+    return Series(args.series) if args.series else Series.default()
+
+
+def _build(args: argparse.Namespace) -> int:
+    series = _series(args)
+    path = build(series, download(), series.check_part(args.through), args.out)
+    _report(args, {"wheel": str(path)}, str(path))
+    return _OK
+
+
+def _apply(args: argparse.Namespace) -> int:
+    series = _series(args)
+    done = patching.apply(Tree.locate(args.tree), series, series.check_part(args.through), link=args.link)
+    return _report_status(args, done, _OK)
+
+
+def _revert(args: argparse.Namespace) -> int:
+    return _report_status(args, patching.revert(Tree.locate(args.tree), force=args.force), _OK)
+
+
+def _status(args: argparse.Namespace) -> int:
+    found = patching.status(Tree.locate(args.tree))
+    return _report_status(args, found, _OK if found.condition == "applied" else _NO)
+
+
+def _report_status(args: argparse.Namespace, found: patching.Status, code: int) -> int:
+    lines = [found.condition if found.through is None else f"{found.condition}: parts 1 to {found.through}"]
+    lines += [f"  {'changed ' if name in found.changed else ''}{name}" for name in found.files]
+    _report(args, found._asdict(), "\n".join(lines))
+    return code
+
+
+def _check(args: argparse.Namespace) -> int:
+    findings = check(_series(args), download(args.sglang))
+    good = all(finding.state == "anchors" for finding in findings)
+    if args.json:
+        print(json.dumps({"sglang": args.sglang, "ok": good, "edits": [f._asdict() for f in findings]}))
+    else:
+        _console.print(_table(args.sglang, findings))
+    return _OK if good else _NO
+
+
+def _table(version: str, findings: list[Finding]) -> Table:
+    table = Table("part", "file", "anchor", "state", "line", title=f"edits against sglang {version}")
+    for found in findings:
+        colour = {"anchors": "green", "gone": "red"}.get(found.state, "yellow")
+        line = found.where.removeprefix(f"{found.target}:") or "-"
+        table.add_row(str(found.part), found.target, found.anchor, f"[{colour}]{found.state}[/]", line)
+    return table
+
+
+def _report(args: argparse.Namespace, data: dict[str, Any], text: str) -> None:
+    print(json.dumps(data) if args.json else text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""Find anchors in a source file with ast-grep, and apply edits to its text."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ast_grep_py import SgNode, SgRoot
+
+from sglang_bitexact.edits import Anchor, Edit
+from sglang_bitexact.errors import BitexactError
+
+_DEFINITIONS = {"class_definition", "function_definition"}
+_BODIES = {"block", "module"}
+
+
+class _Change(NamedTuple):
+    """Replace ``source[start:end]`` by ``text``; ``end == start`` inserts."""
+
+    start: int
+    end: int
+    text: str
+
+
+def apply_edits(source: str, edits: Sequence[Edit], target: str, version: str) -> str:
+    """``source`` with all ``edits`` applied; they are resolved against ``source`` itself.
+
+    Raises:
+        BitexactError: an anchor does not match exactly once, or two edits overlap. It names
+            the file, the part, the edit, the number of matches and the SGLang version.
+    """
+    root = SgRoot(source, "python").root()
+    changes: list[_Change] = []
+    for number, edit in enumerate(edits, start=1):
+        matches = find_anchor(root, edit.at)
+        if len(matches) != 1:
+            raise BitexactError(
+                f"{target}: part {edit.part}, edit {number} ({edit.do} at {edit.at}) matches "
+                f"{len(matches)} times in sglang {version}, expected once. Purpose: {edit.why}"
+            )
+        changes.append(_change(source, matches[0], edit))
+    return _apply(source, changes, target)
+
+
+def find_anchor(root: SgNode, anchor: Anchor) -> list[SgNode]:
+    """Nodes that the anchor means: pattern matches, or else the definition itself."""
+    scopes = [root]
+    if anchor.class_ is not None:
+        scopes = _definitions(root, "class_definition", anchor.class_)
+    if anchor.function is not None:
+        scopes = [
+            function
+            for scope in scopes
+            for function in _definitions(scope, "function_definition", anchor.function)
+            if _owner(function) == (None if scope is root else scope)
+        ]
+    if anchor.pattern is None:
+        return scopes
+    return [match for scope in scopes for match in scope.find_all(pattern=anchor.pattern)]
+
+
+def _definitions(scope: SgNode, kind: str, name: str) -> list[SgNode]:
+    rule = {"kind": kind, "has": {"field": "name", "regex": f"^{re.escape(name)}$"}}
+    return list(scope.find_all({"rule": rule}))
+
+
+def _owner(node: SgNode) -> SgNode | None:
+    """The class or function that directly holds a definition."""
+    return next((a for a in node.ancestors() if a.kind() in _DEFINITIONS), None)
+
+
+def _body(definition: SgNode) -> SgNode:
+    body = definition.field("body")
+    assert body is not None, "a class or function has a body"
+    return body
+
+
+def _statement(node: SgNode) -> SgNode:
+    """The statement that holds ``node``: the ancestor directly inside a block."""
+    current = node
+    parent = current.parent()
+    while parent is not None and parent.kind() not in _BODIES:
+        current, parent = parent, parent.parent()
+    return current
+
+
+def _change(source: str, node: SgNode, edit: Edit) -> _Change:
+    if edit.do == "replace":
+        return _Change(node.range().start.index, node.range().end.index, edit.code)
+    if edit.do == "keyword":
+        return _argument(source, node.field("arguments") or node, edit.code)
+    if edit.do == "parameter":
+        parameters = node.field("parameters")
+        assert parameters is not None
+        return _argument(source, parameters, edit.code)
+    blank = "\n" if re.match(r"(async )?def |@|class ", edit.code) else ""
+    if edit.do == "append":
+        body = _body(node)
+        return _below(source, body.range().end.index, blank + _indented(edit.code, body.range().start.column))
+    statement = _statement(node)
+    column = statement.range().start.column
+    if edit.do == "after":
+        return _below(source, statement.range().end.index, blank + _indented(edit.code, column))
+    start = _line_start(source, _with_comments(statement).range().start.index)
+    return _Change(start, start, f"{_indented(edit.code, column)}\n{blank}")
+
+
+def _with_comments(statement: SgNode) -> SgNode:
+    """The first of the comment lines directly above a statement, or the statement."""
+    first = statement
+    before = first.prev()
+    while before is not None and before.kind() == "comment":
+        adjacent = before.range().end.line == first.range().start.line - 1
+        if not adjacent or before.range().start.column != statement.range().start.column:
+            break
+        first, before = before, before.prev()
+    return first
+
+
+def _argument(source: str, parentheses: SgNode, code: str) -> _Change:
+    """Add ``code`` as the last item of a parenthesised list."""
+    close = parentheses.range().end.index - 1
+    items = [c for c in parentheses.children() if c.kind() not in ("(", ")", ",", "comment")]
+    if not items:
+        return _Change(close, close, code)
+    last = items[-1].range()
+    tail = source[last.end.index : close]
+    if "\n" not in tail:
+        return _Change(last.end.index, last.end.index, f", {code}")
+    # One item per line: keep it so, with the trailing comma.
+    comma = "" if tail.lstrip().startswith(",") else ","
+    line_start = _line_start(source, last.start.index)
+    first_in_line = len(source[line_start:]) - len(source[line_start:].lstrip())
+    at = last.end.index + (0 if comma else tail.index(",") + 1)
+    return _Change(at, at, f"{comma}\n{' ' * first_in_line}{code},")
+
+
+def _indented(code: str, column: int) -> str:
+    return textwrap.indent(code, " " * column)
+
+
+def _line_start(source: str, index: int) -> int:
+    return source.rfind("\n", 0, index) + 1
+
+
+def _below(source: str, index: int, text: str) -> _Change:
+    """Insert ``text`` as lines of its own below the line of ``index``."""
+    newline = source.find("\n", index)
+    if newline < 0:
+        return _Change(len(source), len(source), f"\n{text}\n")
+    return _Change(newline + 1, newline + 1, f"{text}\n")
+
+
+def _apply(source: str, changes: list[_Change], target: str) -> str:
+    # Stable: insertions at one place keep the order in which they are written.
+    ordered = sorted(changes, key=lambda change: (change.start, change.end))
+    pieces, position = [], 0
+    for change in ordered:
+        if change.start < position:
+            raise BitexactError(f"{target}: two edits overlap near character {change.start}")
+        pieces += [source[position : change.start], change.text]
+        position = change.end
+    return "".join(pieces) + source[position:]

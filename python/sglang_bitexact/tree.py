@@ -1,0 +1,85 @@
+"""An SGLang on disk: installed, unpacked from a wheel, or a source checkout."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+from sglang_bitexact.errors import BitexactError
+from sglang_bitexact.upstream import PINNED_VERSION
+
+
+class Tree:
+    """``root`` is the directory that holds the package ``sglang/``."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    @classmethod
+    def locate(cls, path: Path | None) -> Tree:
+        """The tree at ``path`` (itself, or a source checkout's ``python/``), or the installed one.
+
+        Raises:
+            BitexactError: no SGLang there, or not the pinned version.
+        """
+        if path is None:
+            return cls(_installed())._checked()
+        for root in (path, path / "python"):
+            if (root / "sglang" / "__init__.py").is_file():
+                return cls(root.resolve())._checked()
+        raise BitexactError(f"{path} holds no sglang package (no sglang/__init__.py, no python/sglang/__init__.py)")
+
+    def _checked(self) -> Tree:
+        found = self.version
+        if found.startswith(f"{PINNED_VERSION}+bitexact."):
+            raise BitexactError(
+                f"{self.root} was installed from a wheel that holds the series already ({found}). "
+                f"To go back: pip install --no-deps sglang=={PINNED_VERSION}"
+            )
+        if found != PINNED_VERSION:
+            raise BitexactError(
+                f"{self.root} is sglang {found}, the series is made for {PINNED_VERSION}. "
+                f"Install that version; `sglang-bitexact check --sglang {found}` says what would have to change."
+            )
+        return self
+
+    @property
+    def version(self) -> str:
+        """From ``_version.py`` if the tree has it (wheels do), else the pinned one is assumed.
+
+        A source checkout has no version file; the checksums of the edited files decide there.
+        """
+        file = self.root / "sglang" / "_version.py"
+        if not file.is_file():
+            return PINNED_VERSION
+        match = re.search(r"^__version__ = version = '([^']+)'", file.read_text(), re.MULTILINE)
+        return match.group(1) if match else "unknown"
+
+    def read(self, name: str) -> bytes | None:
+        path = self.root / name
+        return path.read_bytes() if path.is_file() else None
+
+    def exists(self, name: str) -> bool:
+        return (self.root / name).exists()
+
+    @property
+    def record(self) -> str | None:
+        """Path of the RECORD of this sglang below ``root``, or None in a source checkout."""
+        found = sorted(self.root.glob(f"sglang-{PINNED_VERSION}.dist-info/RECORD"))
+        return found[0].relative_to(self.root).as_posix() if found else None
+
+    def bytecode(self, name: str) -> list[str]:
+        """Compiled files of a module, below ``root``."""
+        source = self.root / name
+        if source.suffix != ".py":
+            return []
+        found = (source.parent / "__pycache__").glob(f"{source.stem}.*.pyc")
+        return sorted(path.relative_to(self.root).as_posix() for path in found)
+
+
+def _installed() -> Path:
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or spec.origin is None:
+        raise BitexactError("no sglang is installed for this Python: install sglang==0.5.23, or pass --tree PATH")
+    return Path(spec.origin).parent.parent
