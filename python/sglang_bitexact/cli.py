@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,7 +30,11 @@ _console = Console(highlight=False)
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
-        return args.run(args)
+        return int(args.run(args))
+    except BrokenPipeError:
+        # The reader went away (`... | head`); there is nobody left to tell.
+        sys.stdout = open(os.devnull, "w")
+        return _OK
     except BitexactError as error:
         if args.json:
             print(json.dumps({"error": str(error)}))
@@ -74,6 +79,12 @@ def _parser() -> argparse.ArgumentParser:
     tree(sub)
     sub = command("check", _check, "Say whether every edit still anchors in an SGLang release.")
     sub.add_argument("--sglang", default=PINNED_VERSION, metavar="VERSION", help=f"default: {PINNED_VERSION}")
+    sub = command("demo", _demo, "Run the real server on a CPU and compare cache hits with cold runs.")
+    sub.add_argument("--out", type=Path, default=Path("build/demo"), help="directory, emptied first (default: build/demo)")
+    sub = command("serve", _serve, "Serve the tiny checkpoint on a CPU until interrupted.")
+    sub.add_argument("--out", type=Path, default=Path("build/serve"), help="checkpoint and log (default: build/serve)")
+    sub.add_argument("--port", type=int, default=30000)
+    sub.add_argument("arguments", nargs="*", help="further server arguments, after --")
     return parser
 
 
@@ -127,6 +138,23 @@ def _table(version: str, findings: list[Finding]) -> Table:
         line = found.where.removeprefix(f"{found.target}:") or "-"
         table.add_row(str(found.part), found.target, found.anchor, f"[{colour}]{found.state}[/]", line)
     return table
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from sglang_bitexact.demo.run import print_report, run_demo
+
+    content = run_demo(args.out)
+    if args.json:
+        print(json.dumps(content))
+    else:
+        print_report(content, args.out)
+    return _OK
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from sglang_bitexact.demo.run import serve
+
+    return serve(args.out, args.port, args.arguments)
 
 
 def _report(args: argparse.Namespace, data: dict[str, Any], text: str) -> None:

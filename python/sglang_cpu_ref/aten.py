@@ -33,10 +33,14 @@ class _SliceCache:
         self._entries: OrderedDict[tuple, tuple[int, tuple[torch.Tensor, ...]]] = OrderedDict()
         self._capacity = capacity
 
-    def get(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """``weight_slices(weight)`` for a contiguous ``weight`` [N, K]."""
-        key = (weight.data_ptr(), weight.shape, weight.dtype)
-        checksum = _checksum(weight)
+    def get(self, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """``weight_slices(b.t())`` for the right operand ``b`` [K, N] of a product."""
+        weight = b.t()
+        dense = weight if weight.is_contiguous() else b
+        if not dense.is_contiguous():
+            return weight_slices(weight)
+        key = (b.data_ptr(), b.shape, b.stride(), b.dtype)
+        checksum = _checksum(dense)
         found = self._entries.get(key)
         if found is not None and found[0] == checksum:
             self._entries.move_to_end(key)
@@ -49,8 +53,8 @@ class _SliceCache:
         return slices
 
 
-def _checksum(x: torch.Tensor) -> int:
-    flat = x.view(-1).view(torch.uint8)
+def _checksum(dense: torch.Tensor) -> int:
+    flat = dense.view(-1).view(torch.uint8)
     wide = flat.view(torch.int64) if flat.numel() % 8 == 0 else flat
     return int(wide.sum())
 
@@ -62,7 +66,7 @@ def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """aten::mm, [M, K] @ [K, N]: each output row from its own input row."""
     if a.dtype not in _NARROW_FLOATS or a.numel() * b.numel() == 0:
         return torch.mm(a, b, out=torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype))
-    return matmul_t(a, _weights.get(b.t().contiguous()), a.dtype)
+    return matmul_t(a, _weights.get(b), a.dtype)
 
 
 def addmm(

@@ -115,6 +115,8 @@ def attend(
     A token that lists a non-finite row becomes NaN, and no other token does.
     """
     tokens, heads, dim = q.shape
+    if rows.shape[0] == 0:
+        return torch.zeros_like(q)
     lengths = member.sum(dim=1)
     if int(lengths.max()) > MAX_KEYS_PER_TOKEN:
         raise ValueError(

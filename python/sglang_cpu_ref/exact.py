@@ -20,8 +20,7 @@ from __future__ import annotations
 import torch
 
 _MANTISSA_BITS = 53
-# Below the smallest subnormal float32, 2**-149: keeps the grid of a zero row finite.
-_MIN_EXPONENT = -200
+_EXPONENT_MASK = 0x7FF << 52
 # Rows taken at a time: the float64 intermediates of a block stay in the L2 cache.
 _BLOCK_ROWS = 128
 
@@ -34,32 +33,39 @@ def operand_bits(length: int) -> int:
     return (_MANTISSA_BITS - (length - 1).bit_length()) // 2
 
 
+def row_exponent(x: torch.Tensor) -> torch.Tensor:
+    """Integer e with ``2**(e - 1) <= peak < 2**e``, the peak of ``abs(x)`` on each row; int64, [..., 1].
+
+    A zero row gets -1022.
+    """
+    return (_peak_bits(x) >> 52) - 1022
+
+
 def pow2(exponent: torch.Tensor) -> torch.Tensor:
     """Exactly ``2.0 ** exponent`` in float64, for integer exponents in [-1022, 1023].
 
     Built from the bit pattern, since a vectorised ``pow`` need not be exact.
     """
-    return ((exponent.to(torch.int64) + 1023) << 52).view(torch.float64)
-
-
-def row_exponent(x: torch.Tensor) -> torch.Tensor:
-    """Smallest integer e >= -200 with ``abs(x) < 2**e`` on each row; int64, ``[..., 1]``.
-
-    A row with an infinity or a NaN gets 1025, and a non-finite product row.
-    """
-    peak = x.abs().amax(dim=-1, keepdim=True).double()
-    return ((peak.view(torch.int64) >> 52) - 1022).clamp_min(_MIN_EXPONENT)
+    return ((exponent + 1023) << 52).view(torch.float64)
 
 
 def to_grid(x: torch.Tensor, bits: int) -> torch.Tensor:
     """Each row (last dimension) of ``x``, rounded to ``bits`` bits below its peak; float64.
 
-    Example, bits=3: the row (1.0, 0.3, -0.05) has peak < 2**1, so its grid is
-    2**-2 and the result (1.0, 0.25, 0.0).
+    With peak < 2**e, the grid is 2**(e - bits). Adding and subtracting 1.5 * 2**(52 + e - bits),
+    whose own unit in the last place is the grid, rounds to it, ties to even. An infinity
+    or a NaN stays what it is.
+
+    Example, bits=3: the row (1.0, 0.3, -0.05) has peak < 2**1, so its grid is 2**-2 and
+    the result (1.0, 0.25, 0.0).
     """
-    exponent = row_exponent(x)
-    scaled = x.double() * pow2(bits - exponent)
-    return scaled.round_().mul_(pow2(exponent - bits))
+    shift = ((_peak_bits(x) & _EXPONENT_MASK) + (((53 - bits) << 52) + (1 << 51))).view(torch.float64)
+    return (x.double() + shift).sub_(shift)
+
+
+def _peak_bits(x: torch.Tensor) -> torch.Tensor:
+    """Bit pattern of the largest magnitude of each row, as a float64; int64, [..., 1]."""
+    return x.abs().amax(dim=-1, keepdim=True).double().view(torch.int64)
 
 
 def grid_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -28,16 +28,30 @@ def split_sinkhorn(
     normalisation.
     """
     n = streams
-    pre = sigmoid(mixes[:, :n] * scale[0] + base[:n]) + eps
-    post = sigmoid(mixes[:, n : 2 * n] * scale[1] + base[n : 2 * n]) * post_mult
+    gates = mixes[:, : 2 * n] * scale[:2].repeat_interleave(n) + base[: 2 * n]
     comb = (mixes[:, 2 * n :] * scale[2] + base[2 * n :]).view(-1, n, n)
-    comb = exp(comb - comb.amax(dim=2, keepdim=True))
-    comb = comb / row_sum(comb, 2).unsqueeze(2) + eps
-    comb = comb / (row_sum(comb, 1).unsqueeze(1) + eps)
+    comb = comb - comb.amax(dim=2, keepdim=True)
+    # One call for both: e**-x for the two sigmoids, e**x for the softmax.
+    powers = exp(torch.cat((-gates, comb.flatten(1)), dim=1))
+    gates = (powers[:, : 2 * n] + 1.0).reciprocal_()
+    pre, post = gates[:, :n] + eps, gates[:, n:] * post_mult
+    comb = powers[:, 2 * n :].reshape(-1, n, n)
+    comb = (comb / _total(comb, 2)).add_(eps)
+    comb.div_(_total(comb, 1).add_(eps))
     for _ in range(iterations - 1):
-        comb = comb / (row_sum(comb, 2).unsqueeze(2) + eps)
-        comb = comb / (row_sum(comb, 1).unsqueeze(1) + eps)
+        comb.div_(_total(comb, 2).add_(eps))
+        comb.div_(_total(comb, 1).add_(eps))
     return pre, post, comb
+
+
+def _total(comb: torch.Tensor, dim: int) -> torch.Tensor:
+    """``row_sum`` with the dimension kept, for the many sums of few streams."""
+    while comb.shape[dim] > 1:
+        half = comb.shape[dim] // 2
+        if comb.shape[dim] % 2:
+            return row_sum(comb, dim).unsqueeze(dim)
+        comb = comb.narrow(dim, 0, half) + comb.narrow(dim, half, half)
+    return comb
 
 
 def _normed_mixes(x: torch.Tensor, fn: torch.Tensor, eps: float) -> torch.Tensor:

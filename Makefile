@@ -1,0 +1,19 @@
+# Every target builds the environment first if needed; see tools/venv.py.
+PYTHON ?= python3.11
+
+.PHONY: help venv lock demo serve test lint bench clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+venv: ## build the CPU environment if needed, apply the series, print its directory
+	@$(PYTHON) tools/venv.py
+
+lock: ## resolve requirements-cpu.in into requirements-cpu.lock
+	$(PYTHON) tools/venv.py --lock
+
+demo: ## the real server on this CPU: how far a stock cache hit is from a cold run
+	@venv=$$($(PYTHON) tools/venv.py) && $$venv/bin/sglang-bitexact demo --out build/demo
+
+serve: ## a server on the tiny model that stays up; prints a curl line
+	@venv=$$($(PYTHON) tools/venv.py) && $$venv/bin/sglang-bitexact serve --out build/serve

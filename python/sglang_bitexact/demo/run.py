@@ -1,0 +1,137 @@
+"""``demo`` and ``serve``: prepare the parts, run, report, stop everything."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from sglang_bitexact.demo.compare import TIERS, ModeReport
+from sglang_bitexact.demo.scenario import SERVER_ARGUMENTS, measure
+from sglang_bitexact.demo.server import Server
+from sglang_bitexact.errors import BitexactError
+from sglang_bitexact.upstream import PINNED_VERSION, Wheel, cache_directory, download, sha256
+
+_console = Console(stderr=True, highlight=False)
+
+
+def unpacked(wheel_path: Path) -> Path:
+    """The unpacked tree of a wheel, from the cache; keyed by the wheel's content."""
+    target = cache_directory() / "trees" / sha256(wheel_path.read_bytes())[:16]
+    if not target.is_dir():
+        partial = target.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        Wheel(wheel_path).unpack(partial)
+        partial.rename(target)
+    return target
+
+
+def run_demo(out: Path) -> dict[str, Any]:
+    """Run all modes below ``out``; writes and returns ``report.json``."""
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    _stop_on_signals()
+    checkpoint = make_checkpoint(out / "checkpoint")
+    _say(f"stock sglang {PINNED_VERSION}: unpacking the released wheel")
+    stock = unpacked(download().path)
+    modes = {"stock": _run_mode("stock", stock, checkpoint, out)}
+    content = {"sglang": PINNED_VERSION, "modes": {name: mode.as_json() for name, mode in modes.items()}}
+    (out / "report.json").write_text(json.dumps(content, indent=2) + "\n")
+    return content
+
+
+def make_checkpoint(directory: Path) -> Path:
+    """The tiny checkpoint in ``directory``, made if it is not there."""
+    from sglang_cpu_ref.tiny_checkpoint import write_checkpoint
+
+    if not (directory / "config.json").is_file():
+        _say("tiny DeepSeek-V4 checkpoint: 4 layers, compress ratios 0, 4, 128, 4")
+        write_checkpoint(directory)
+    return directory
+
+
+def _run_mode(name: str, tree: Path, checkpoint: Path, out: Path) -> ModeReport:
+    storage = out / name / "l3"
+    storage.mkdir(parents=True)
+    arguments = (*SERVER_ARGUMENTS, "--file-storage-path", str(storage.resolve()))
+    server = Server(checkpoint, arguments, out / name / "server.log", tree=tree)
+    try:
+        _say(f"{name}: starting the server (log: {out / name / 'server.log'})")
+        seconds = server.start()
+        _say(f"{name}: up after {seconds:.0f} s")
+        report = measure(server, storage, lambda text: _say(f"{name}: {text}"))
+    finally:
+        server.stop()
+    if report.missing_tiers:
+        raise BitexactError(
+            f"mode {name} had no hit in: {', '.join(report.missing_tiers)}. Nothing was compared there; "
+            f"see {out / name / 'server.log'}."
+        )
+    return report
+
+
+def serve(out: Path, port: int, arguments: list[str]) -> int:
+    """Serve the tiny checkpoint until interrupted; prints a curl line."""
+    _stop_on_signals()
+    checkpoint = make_checkpoint(out / "checkpoint")
+    server = Server(checkpoint, arguments, out / "serve" / "server.log", port=port)
+    try:
+        _say(f"starting the server (log: {out / 'serve' / 'server.log'})")
+        _say(f"up after {server.start():.0f} s; Ctrl-C stops it. Try:")
+        print(
+            f"curl {server.url}/v1/chat/completions -H 'Content-Type: application/json' -d "
+            '\'{"model": "tiny", "max_tokens": 32, "messages": [{"role": "user", "content": "the cache keeps"}]}\'',
+            flush=True,
+        )
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        _say("stopping")
+    finally:
+        server.stop()
+    return 0
+
+
+def print_report(content: dict[str, Any], out: Path) -> None:
+    """The report for people."""
+    console = Console(highlight=False)
+    table = Table(
+        *("mode", "hit in", "comparisons", "other answer", "largest logprob difference", "reused / held tokens"),
+        title=f"sglang {content['sglang']}: a repeated prompt against its cold run",
+    )
+    for name, mode in content["modes"].items():
+        cold = mode["cold_against_cold"]
+        rows = [("none (cold against cold)", cold, "-")]
+        for tier in TIERS:
+            tally = mode["tiers"][tier]
+            rows.append((tier, tally, f"{tally['reported_cached_tokens']} / {tally['nominal_cached_tokens']}"))
+        for label, tally, reuse in rows:
+            differing = tally["differing_outputs"]
+            colour = "red" if differing else "green"
+            numbers = (str(tally["comparisons"]), f"[{colour}]{differing}[/]", f"{tally['max_abs_logprob_diff']:.3g}")
+            table.add_row(name, label, *numbers, reuse)
+    console.print(table)
+    console.print(
+        "Greedy decoding, same prompt, same kernels. Cold runs agree to the last bit; a stock cache hit "
+        "continues from a window and overlap states that belong to other requests."
+    )
+    console.print(f"Details: {out / 'report.json'}")
+
+
+def _say(text: str) -> None:
+    _console.print(f"[dim]demo[/] {text}")
+
+
+def _stop_on_signals() -> None:
+    """Turn SIGTERM into an exception, so that servers are stopped on the way out."""
+
+    def leave(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)

@@ -1,0 +1,129 @@
+"""A real SGLang server as a child process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import requests
+
+from sglang_bitexact.errors import BitexactError
+
+_START_TIMEOUT_S = 180.0
+_STOP_TIMEOUT_S = 15.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Server:
+    """``python -m sglang.launch_server`` on the CPU platform; use as a context manager.
+
+    tree: directory that holds the ``sglang`` to run (None: the installed one).
+    log: receives stdout and stderr. environment: added to this process's.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        arguments: Sequence[str],
+        log: Path,
+        *,
+        tree: Path | None = None,
+        environment: dict[str, str] | None = None,
+        port: int | None = None,
+    ) -> None:
+        self._command = [
+            *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoint.resolve())),
+            *("--host", "127.0.0.1", "--port", str(port or free_port())),
+            *arguments,
+        ]
+        self.url = f"http://127.0.0.1:{self._command[self._command.index('--port') + 1]}"
+        self._log = log
+        self._environment = {**os.environ, "SGLANG_PLATFORM": "cpu_ref", **(environment or {})}
+        if tree is not None:
+            self._environment["PYTHONPATH"] = str(tree.resolve())
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Server:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self, waiting: Callable[[float], None] = lambda seconds: None) -> float:
+        """Start and wait until it answers; returns the seconds that took.
+
+        ``waiting`` is called about once a second with the seconds so far.
+
+        Raises:
+            BitexactError: the server ended or did not answer in time; holds the end of its log.
+        """
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("wb") as log:
+            # A session of its own: the whole family of processes can be stopped.
+            self._process = subprocess.Popen(
+                self._command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                cwd=self._log.parent,
+                start_new_session=True,
+            )
+        begin = time.monotonic()
+        while (elapsed := time.monotonic() - begin) < _START_TIMEOUT_S:
+            if self._process.poll() is not None:
+                raise BitexactError(f"the server ended with code {self._process.returncode}:\n{self.log_end()}")
+            with contextlib.suppress(requests.RequestException):
+                if requests.get(f"{self.url}/health", timeout=5).status_code == 200:
+                    return elapsed
+            waiting(elapsed)
+            time.sleep(0.5)
+        self.stop()
+        raise BitexactError(f"the server did not answer within {_START_TIMEOUT_S:.0f} s:\n{self.log_end()}")
+
+    def stop(self) -> None:
+        """End the server and all its processes; safe to call again."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        for sign, patience in ((signal.SIGTERM, _STOP_TIMEOUT_S), (signal.SIGKILL, _STOP_TIMEOUT_S)):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, sign)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(patience)
+        process.wait()
+
+    def log_end(self, lines: int = 15) -> str:
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-lines:])
+
+    def post(self, path: str, body: dict[str, Any], timeout: float = 300.0) -> dict[str, Any]:
+        """POST json, return json; BitexactError with the server's words on an error status."""
+        response = requests.post(self.url + path, json=body, timeout=timeout)
+        if response.status_code != 200:
+            raise BitexactError(f"{path} answered {response.status_code}: {response.text[:500]}")
+        return response.json()
+
+    def get(self, path: str, timeout: float = 60.0) -> requests.Response:
+        return requests.get(self.url + path, timeout=timeout)
+
+    def flush(self) -> None:
+        """Empty the device and the host tier, once nothing runs; storage keeps its files."""
+        response = requests.post(f"{self.url}/flush_cache?timeout=60", timeout=90)
+        if response.status_code != 200:
+            raise BitexactError(f"flush_cache answered {response.status_code}: {response.text[:200]}")
