@@ -103,20 +103,18 @@ def _change(source: str, node: SgNode, edit: Edit) -> _Change:
     column = statement.range().start.column
     if edit.do == "after":
         return _below(source, statement.range().end.index, blank + _indented(edit.code, column))
-    start = _line_start(source, _with_comments(statement).range().start.index)
+    start = _above_comments(source, _line_start(source, statement.range().start.index), column)
     return _Change(start, start, f"{_indented(edit.code, column)}\n{blank}")
 
 
-def _with_comments(statement: SgNode) -> SgNode:
-    """The first of the comment lines directly above a statement, or the statement."""
-    first = statement
-    before = first.prev()
-    while before is not None and before.kind() == "comment":
-        adjacent = before.range().end.line == first.range().start.line - 1
-        if not adjacent or before.range().start.column != statement.range().start.column:
+def _above_comments(source: str, start: int, column: int) -> int:
+    """Start of the comment lines directly above the line at ``start``, or ``start``."""
+    while start > 0:
+        above = _line_start(source, start - 1)
+        if not re.match(rf" {{{column}}}#", source[above:start]):
             break
-        first, before = before, before.prev()
-    return first
+        start = above
+    return start
 
 
 def _argument(source: str, parentheses: SgNode, code: str) -> _Change:

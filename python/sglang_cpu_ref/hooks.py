@@ -34,10 +34,12 @@ _HIP_BACKEND = "sglang.srt.layers.attention.deepseek_v4_backend_hip_radix"
 _SRT_MEM = "sglang.srt.mem_cache"
 _POOL_HOST = f"{_SRT_MEM}.pool_host"
 
-# Read by upstream at import or start-up; an operator's own value is kept, and one
-# that leaves the unified_kv path is refused by ``check_environment``.
+# What the path needs of upstream's switches. An operator's other value is refused: it
+# would select a kernel that no CPU has, and fail far from its cause.
 ENVIRONMENT = {
     "SGLANG_HACK_FLASHMLA_BACKEND": "unified_kv_triton",
+    "SGLANG_DSV4_UNIFIED_KV_FP8": "0",
+    "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH": "1",
     "SGLANG_OPT_FP8_WO_A_GEMM": "0",
     "SGLANG_OPT_FUSE_MHC_POST_PRE": "0",
     "SGLANG_OPT_USE_AITER_INDEXER": "0",
@@ -46,15 +48,15 @@ ENVIRONMENT = {
     "SGLANG_OPT_USE_MULTI_STREAM_OVERLAP": "0",
     "SGLANG_OPT_USE_TILELANG_INDEXER": "0",
     "SGLANG_OPT_USE_TOPK_V2": "0",
-    "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH": "1",
 }
+_SPELLINGS = {"false": "0", "no": "0", "off": "0", "true": "1", "yes": "1", "on": "1"}
 
 
 class Hook(NamedTuple):
     """One replaced function.
 
     target: dotted path. replacement: our function. around: True if ``replacement``
-    takes the original as its first argument. verified: how the docs say it is checked.
+    takes the original as its first argument.
     """
 
     target: str
@@ -149,8 +151,7 @@ def attach() -> None:
     global _attached
     if _attached:
         return
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    set_environment()
 
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -175,6 +176,14 @@ def attach() -> None:
     register_attention_backend("dsv4")(_dsv4_backend)
     aten.install()
     _attached = True
+
+
+def set_environment() -> None:
+    """Set what ``ENVIRONMENT`` says where it is unset; NotAttached where it is set otherwise."""
+    for name, value in ENVIRONMENT.items():
+        found = os.environ.setdefault(name, value)
+        if _SPELLINGS.get(found.lower(), found) != value:
+            raise NotAttached(f"{name} is {found!r}; the CPU platform needs {value!r}. Unset it.")
 
 
 def require_attached() -> None:

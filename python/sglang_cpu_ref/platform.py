@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,11 +19,43 @@ _MAX_TOTAL_TOKENS = 65_536
 _MAX_RUNNING_REQUESTS = 64
 
 
+# Server arguments that the platform cannot serve: field -> the only value that it can.
+_ONLY = {
+    "tp_size": 1,
+    "pp_size": 1,
+    "dp_size": 1,
+    "speculative_algorithm": None,
+    "quantization": None,
+    "disaggregation_mode": "null",
+}
+
+
+def _require_supported(server_args: Any) -> None:
+    for name, only in _ONLY.items():
+        found = getattr(server_args, name)
+        if found != only:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} is {found!r}; the CPU platform serves {only!r} only. Remove the flag.")
+
+
+def _stop_unless(check: Callable[[], None]) -> None:
+    """End the process with the message of a failed check, without a traceback."""
+    try:
+        check()
+    except (hooks.NotAttached, ValueError) as error:
+        sys.exit(f"SGLANG_PLATFORM=cpu_ref cannot start: {error}")
+
+
 class CpuRefPlatform(CpuDeviceMixin, SRTPlatform):
     """A CPU that runs DeepSeek-V4 on the unified_kv path with reference leaf kernels."""
 
     _enum = PlatformEnum.OOT
     capabilities = PlatformCapabilities()
+
+    def get_device(self, device_id: int = 0) -> torch.device:
+        """SGLang asks here before it reads any argument if the plugin was not loaded."""
+        _stop_unless(hooks.require_attached)
+        return super().get_device(device_id)
 
     def is_pin_memory_available(self, device: object = None) -> bool:
         return False
@@ -33,8 +67,9 @@ class CpuRefPlatform(CpuDeviceMixin, SRTPlatform):
         return "native"
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Defaults of the platform; also the first call that no try of SGLang swallows."""
-        hooks.require_attached()
+        """Defaults of the platform, after a check of what it cannot serve."""
+        _stop_unless(hooks.require_attached)
+        _stop_unless(lambda: _require_supported(server_args))
         server_args.attention_backend = server_args.attention_backend or "dsv4"
         # An idle scheduler polls, and takes one of two cores from whoever works.
         server_args.sleep_on_idle = True
