@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from functools import cached_property
 from pathlib import Path
@@ -85,6 +88,23 @@ def download(version: str = PINNED_VERSION) -> Wheel:
     if version == PINNED_VERSION:
         verify(wheel.path)
     return wheel
+
+
+def unpacked(wheel: Wheel) -> Path:
+    """A directory with the wheel's files, from the cache; keyed by the wheel's content.
+
+    Safe to call from several processes at once: the first one that is done wins.
+    """
+    trees = cache_directory() / "trees"
+    target = trees / sha256(wheel.path.read_bytes())[:16]
+    if not target.is_dir():
+        trees.mkdir(exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix="unpacking-", dir=trees))
+        wheel.unpack(partial)
+        with contextlib.suppress(OSError):
+            partial.rename(target)
+        shutil.rmtree(partial, ignore_errors=True)
+    return target
 
 
 def verify(path: Path) -> None:

@@ -61,7 +61,11 @@ def nominal_cached_tokens(length: int) -> int:
 
 @dataclass
 class Tally:
-    """Sums over comparisons with a cold run."""
+    """Sums over comparisons with a cold run.
+
+    Log probabilities are compared up to the first token that differs, and there: behind
+    it the two runs continue different texts.
+    """
 
     comparisons: int = 0
     differing_outputs: int = 0
@@ -70,7 +74,9 @@ class Tally:
     def add(self, cold: Run, other: Run) -> None:
         self.comparisons += 1
         self.differing_outputs += cold.tokens != other.tokens
-        pairs = zip(cold.logprobs, other.logprobs, strict=True)
+        common = next((i for i, (a, b) in enumerate(zip(cold.tokens, other.tokens, strict=True)) if a != b), None)
+        end = None if common is None else common + 1
+        pairs = zip(cold.logprobs[:end], other.logprobs[:end], strict=True)
         self.max_abs_logprob_diff = max(self.max_abs_logprob_diff, *(abs(a - b) for a, b in pairs))
 
 

@@ -17,20 +17,11 @@ from sglang_bitexact.demo.compare import TIERS, ModeReport
 from sglang_bitexact.demo.scenario import SERVER_ARGUMENTS, measure
 from sglang_bitexact.demo.server import Server
 from sglang_bitexact.errors import BitexactError
-from sglang_bitexact.upstream import PINNED_VERSION, Wheel, cache_directory, download, sha256
+from sglang_bitexact.series import Series
+from sglang_bitexact.upstream import PINNED_VERSION, download, unpacked
+from sglang_bitexact.wheel import build
 
 _console = Console(stderr=True, highlight=False)
-
-
-def unpacked(wheel_path: Path) -> Path:
-    """The unpacked tree of a wheel, from the cache; keyed by the wheel's content."""
-    target = cache_directory() / "trees" / sha256(wheel_path.read_bytes())[:16]
-    if not target.is_dir():
-        partial = target.with_suffix(".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        Wheel(wheel_path).unpack(partial)
-        partial.rename(target)
-    return target
 
 
 def run_demo(out: Path) -> dict[str, Any]:
@@ -39,8 +30,11 @@ def run_demo(out: Path) -> dict[str, Any]:
     out.mkdir(parents=True)
     _stop_on_signals()
     checkpoint = make_checkpoint(out / "checkpoint")
+    series = Series.default()
+    wheel = build(series, download(), series.last_part, out / "dist")
+    _say(f"the series builds: {wheel.name}")
     _say(f"stock sglang {PINNED_VERSION}: unpacking the released wheel")
-    stock = unpacked(download().path)
+    stock = unpacked(download())
     modes = {"stock": _run_mode("stock", stock, checkpoint, out)}
     content = {"sglang": PINNED_VERSION, "modes": {name: mode.as_json() for name, mode in modes.items()}}
     (out / "report.json").write_text(json.dumps(content, indent=2) + "\n")
