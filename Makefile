@@ -17,3 +17,15 @@ demo: ## the real server on this CPU: how far a stock cache hit is from a cold r
 
 serve: ## a server on the tiny model that stays up; prints a curl line
 	@venv=$$($(PYTHON) tools/venv.py) && $$venv/bin/sglang-bitexact serve --out build/serve
+
+test: ## the whole suite
+	@venv=$$($(PYTHON) tools/venv.py) && $$venv/bin/python -m pytest $(PYTEST)
+
+lint: ## ruff, mypy, codespell
+	@venv=$$($(PYTHON) tools/venv.py) && PATH=$$venv/bin:$$PATH $$venv/bin/python -m pre_commit run --all-files
+
+bench: ## what the no-op calls of part 1 cost, stock against part 1
+	@venv=$$($(PYTHON) tools/venv.py) && $$venv/bin/python benchmark/noop_hooks.py
+
+clean: ## delete build/ and dist/
+	rm -rf build dist

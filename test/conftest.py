@@ -13,14 +13,12 @@ os.environ["TRITON_INTERPRET"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 
-import pytest  # noqa: E402
+import pytest
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny checkpoint, written once per session."""
-    from sglang_cpu_ref.tiny_checkpoint import write_checkpoint
+def checkpoint() -> Path:
+    """The tiny checkpoint, written once per process."""
+    from kit.checkpoint import shared_checkpoint
 
-    directory = tmp_path_factory.mktemp("checkpoint")
-    write_checkpoint(directory)
-    return directory
+    return shared_checkpoint()

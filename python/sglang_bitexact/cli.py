@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(args.run(args))
     except BrokenPipeError:
         # The reader went away (`... | head`); there is nobody left to tell.
-        sys.stdout = open(os.devnull, "w")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _OK
     except BitexactError as error:
         if args.json:
@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("check", _check, "Say whether every edit still anchors in an SGLang release.")
     sub.add_argument("--sglang", default=PINNED_VERSION, metavar="VERSION", help=f"default: {PINNED_VERSION}")
     sub = command("demo", _demo, "Run the real server on a CPU and compare cache hits with cold runs.")
-    sub.add_argument("--out", type=Path, default=Path("build/demo"), help="directory, emptied first (default: build/demo)")
+    sub.add_argument("--out", type=Path, default=Path("build/demo"), help="emptied first (default: build/demo)")
     sub = command("serve", _serve, "Serve the tiny checkpoint on a CPU until interrupted.")
     sub.add_argument("--out", type=Path, default=Path("build/serve"), help="checkpoint and log (default: build/serve)")
     sub.add_argument("--port", type=int, default=30000)

@@ -56,7 +56,9 @@ class State:
         try:
             return Journal.model_validate_json(path.read_text())
         except ValueError as error:
-            raise BitexactError(f"{path} cannot be read: {error}. Reinstall sglang, then delete {self.directory}.") from error
+            raise BitexactError(
+                f"{path} cannot be read: {error}. Reinstall sglang, then delete {self.directory}."
+            ) from error
 
     def create(self, journal: Journal, saved: list[str]) -> None:
         """Save copies of ``saved`` (paths below the root) and the journal; all or nothing."""

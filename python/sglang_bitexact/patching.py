@@ -145,9 +145,7 @@ def _digest(tree: Tree, name: str) -> str | None:
     return None if data is None else sha256(data)
 
 
-def _differing(
-    tree: Tree, journal: Journal, expected: Callable[[File], set[str | None]]
-) -> tuple[str, ...]:
+def _differing(tree: Tree, journal: Journal, expected: Callable[[File], set[str | None]]) -> tuple[str, ...]:
     """Names of files whose digest is none of ``expected(file)``; a linked file may be edited."""
     return tuple(
         file.name

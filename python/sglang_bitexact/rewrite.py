@@ -62,8 +62,7 @@ def find_anchor(root: SgNode, anchor: Anchor) -> list[SgNode]:
 
 
 def _definitions(scope: SgNode, kind: str, name: str) -> list[SgNode]:
-    rule = {"kind": kind, "has": {"field": "name", "regex": f"^{re.escape(name)}$"}}
-    return list(scope.find_all({"rule": rule}))
+    return list(scope.find_all(kind=kind, has={"field": "name", "regex": f"^{re.escape(name)}$"}))
 
 
 def _owner(node: SgNode) -> SgNode | None:

@@ -30,7 +30,7 @@ class _SliceCache:
     """
 
     def __init__(self, capacity: int) -> None:
-        self._entries: OrderedDict[tuple, tuple[int, tuple[torch.Tensor, ...]]] = OrderedDict()
+        self._entries: OrderedDict[tuple[object, ...], tuple[int, tuple[torch.Tensor, ...]]] = OrderedDict()
         self._capacity = capacity
 
     def get(self, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -69,9 +69,7 @@ def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return matmul_t(a, _weights.get(b), a.dtype)
 
 
-def addmm(
-    bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
-) -> torch.Tensor:
+def addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
     """aten::addmm, beta * bias + alpha * (a @ b)."""
     product = mm(a, b)
     if alpha != 1:
@@ -112,7 +110,7 @@ def sum_dim(
     if x.dtype not in _NARROW_FLOATS or x.numel() == 0:
         result = dtype or (x.dtype if x.is_floating_point() else torch.int64)
         out = torch.empty(0, dtype=result)
-        return torch.sum(x, dim=dim, keepdim=keepdim, dtype=dtype, out=out)
+        return torch.sum(x, dim=None if dim is None else tuple(dim), keepdim=keepdim, dtype=dtype, out=out)
     return _reduce(x, dim, keepdim)[0].to(dtype or x.dtype)
 
 
@@ -131,7 +129,7 @@ def softplus(x: torch.Tensor, beta: float = 1, threshold: float = 20) -> torch.T
     return elementwise.softplus(x).to(x.dtype)
 
 
-OVERRIDES: dict[str, Callable] = {
+OVERRIDES: dict[str, Callable[..., torch.Tensor]] = {
     "mm": mm,
     "addmm": addmm,
     "bmm": bmm,
@@ -151,9 +149,9 @@ def install() -> None:
     global _library
     if _library is not None:
         return
-    _library = torch.library.Library("aten", "IMPL")
+    _library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         # torch warns that a kernel is overridden; that is the purpose.
         warnings.simplefilter("ignore")
         for name, function in OVERRIDES.items():
-            _library.impl(name, function, "CPU")
+            _library.impl(name, function, "CPU")  # type: ignore[no-untyped-call]

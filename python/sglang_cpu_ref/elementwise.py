@@ -148,4 +148,4 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
         low, high = pair[..., 0, :], pair[..., 1, :]
         x = torch.stack((low + high, low - high), dim=-2).reshape(shape)
         step *= 2
-    return x * (length**-0.5)
+    return x.mul(length**-0.5)

@@ -139,7 +139,7 @@ PROVIDED = (
 )
 
 
-class NotAttached(RuntimeError):
+class NotAttachedError(RuntimeError):
     """A hook of the platform did not take effect."""
 
 
@@ -147,7 +147,7 @@ _attached = False
 
 
 def attach() -> None:
-    """Set the environment, attach every hook and the aten kernels, or raise NotAttached."""
+    """Set the environment, attach every hook and the aten kernels, or raise NotAttachedError."""
     global _attached
     if _attached:
         return
@@ -162,7 +162,7 @@ def attach() -> None:
     HookRegistry.apply_hooks()
     missing = sorted({hook.target for hook in hooks} - HookRegistry._patched)
     if missing:
-        raise NotAttached(
+        raise NotAttachedError(
             "these functions of SGLang could not be replaced: " + ", ".join(missing) + ". "
             "The platform is made for sglang 0.5.23; install that version."
         )
@@ -179,17 +179,17 @@ def attach() -> None:
 
 
 def set_environment() -> None:
-    """Set what ``ENVIRONMENT`` says where it is unset; NotAttached where it is set otherwise."""
+    """Set what ``ENVIRONMENT`` says where it is unset; NotAttachedError where it is set otherwise."""
     for name, value in ENVIRONMENT.items():
         found = os.environ.setdefault(name, value)
         if _SPELLINGS.get(found.lower(), found) != value:
-            raise NotAttached(f"{name} is {found!r}; the CPU platform needs {value!r}. Unset it.")
+            raise NotAttachedError(f"{name} is {found!r}; the CPU platform needs {value!r}. Unset it.")
 
 
 def require_attached() -> None:
-    """Raise NotAttached if SGLang loaded the platform but not its plugin."""
+    """Raise NotAttachedError if SGLang loaded the platform but not its plugin."""
     if not _attached:
-        raise NotAttached(
+        raise NotAttachedError(
             "SGLANG_PLATFORM=cpu_ref is set but its kernels are not attached. If SGLANG_PLUGINS is "
             f"set (it is {os.environ.get('SGLANG_PLUGINS', '')!r}), add cpu_ref to it."
         )

@@ -87,7 +87,7 @@ def mhc_pre(
     Returns post [T, streams, 1], comb [T, streams, streams] (fp32) and the input
     [T, hidden] bf16, RMS-normed if ``norm_weight`` is given. ``n_splits*`` only tune a GPU.
     """
-    tokens, streams, _ = residual.shape
+    streams = residual.shape[1]
     mixes = _normed_mixes(residual.flatten(1).float(), fn, rms_eps)
     pre, post, comb = split_sinkhorn(
         mixes, hc_scale, hc_base, streams, sinkhorn_repeat, hc_sinkhorn_eps, hc_post_mult_value
@@ -107,7 +107,7 @@ def mhc_post(
     x: [T, hidden]; residual: [T, streams, hidden] bf16; post: [T, streams(, 1)];
     comb: [T, streams, streams]. Returns [T, streams, hidden] bf16.
     """
-    tokens, streams, hidden = residual.shape
+    tokens, streams, _ = residual.shape
     post = post_layer_mix.reshape(tokens, streams, 1).float()
     comb = comb_res_mix.reshape(tokens, streams, streams).float()
     source = residual.float()

@@ -19,7 +19,7 @@ def silu_and_mul_clamp(x: torch.Tensor, out: torch.Tensor, limit: float) -> None
     out.copy_(silu(gate.clamp_max(limit)) * up.clamp(-limit, limit))
 
 
-def moe_forward(layer: torch.nn.Module, x: torch.Tensor, topk_output: Any, config: Any) -> torch.Tensor:
+def moe_forward(layer: Any, x: torch.Tensor, topk_output: Any, config: Any) -> torch.Tensor:
     """Replaces ``fused_moe_native.moe_forward_native``; a token may name an expert twice.
 
     x: [T, hidden] bf16. Each expert sees the rows routed to it; a token's outputs are

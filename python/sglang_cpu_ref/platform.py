@@ -7,12 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
-from sglang_cpu_ref import hooks
 
+from sglang_cpu_ref import hooks
 
 # SGLang would size the pools by free memory, and take most of it.
 _MAX_TOTAL_TOKENS = 65_536
@@ -42,11 +41,11 @@ def _stop_unless(check: Callable[[], None]) -> None:
     """End the process with the message of a failed check, without a traceback."""
     try:
         check()
-    except (hooks.NotAttached, ValueError) as error:
+    except (hooks.NotAttachedError, ValueError) as error:
         sys.exit(f"SGLANG_PLATFORM=cpu_ref cannot start: {error}")
 
 
-class CpuRefPlatform(CpuDeviceMixin, SRTPlatform):
+class CpuRefPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
     """A CPU that runs DeepSeek-V4 on the unified_kv path with reference leaf kernels."""
 
     _enum = PlatformEnum.OOT
@@ -55,7 +54,7 @@ class CpuRefPlatform(CpuDeviceMixin, SRTPlatform):
     def get_device(self, device_id: int = 0) -> torch.device:
         """SGLang asks here before it reads any argument if the plugin was not loaded."""
         _stop_unless(hooks.require_attached)
-        return super().get_device(device_id)
+        return torch.device("cpu")
 
     def is_pin_memory_available(self, device: object = None) -> bool:
         return False

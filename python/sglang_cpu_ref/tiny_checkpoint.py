@@ -23,6 +23,10 @@ from sglang_cpu_ref.tiny_tokenizer import build_tokenizer, write_tokenizer
 # An entry per layer, and one more for the (absent) multi-token-prediction layer.
 COMPRESS_RATIOS = (0, 4, 128, 4, 0)
 
+# Window and compressed rows of this size make attention pick out a few rows, instead of
+# the mean of all: a single wrong row shows in the answer, and answers do not repeat a token.
+_KEY_SCALE = 3.0
+
 
 def tiny_config(vocab_size: int, bos_token_id: int, eos_token_id: int) -> dict[str, Any]:
     """``config.json`` of the tiny model: 4 layers with compress ratios 0, 4, 128 and 4."""
@@ -93,22 +97,22 @@ class _Weights:
     def normal(self, *shape: int, gain: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """N(0, gain**2 / fan_in), where fan_in is the last dimension."""
         value = torch.randn(shape, generator=self._generator) * (gain * shape[-1] ** -0.5)
-        return value.to(dtype)
+        return torch.Tensor.to(value, dtype)
 
-    def around_one(self, size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        """Norm weights: 1 with a tenth of noise, so that a forgotten weight shows."""
-        return (1.0 + 0.1 * torch.randn(size, generator=self._generator)).to(dtype)
+    def around(self, value: float, size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """Norm weights: ``value`` with a tenth of noise, so that a forgotten weight shows."""
+        return (value * (1.0 + 0.1 * torch.randn(size, generator=self._generator))).to(dtype)
 
 
 def _linears(w: _Weights, config: dict[str, Any], prefix: str, ratio: int) -> Iterator[tuple[str, torch.Tensor]]:
     hidden, heads, dim = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
     q_rank, o_rank, groups = config["q_lora_rank"], config["o_lora_rank"], config["o_groups"]
     yield f"{prefix}.wq_a.weight", w.normal(q_rank, hidden)
-    yield f"{prefix}.q_norm.weight", w.around_one(q_rank)
+    yield f"{prefix}.q_norm.weight", w.around(1.0, q_rank)
     yield f"{prefix}.wq_b.weight", w.normal(heads * dim, q_rank)
     yield f"{prefix}.wkv.weight", w.normal(dim, hidden)
-    yield f"{prefix}.kv_norm.weight", w.around_one(dim)
-    yield f"{prefix}.wo_a.weight", w.normal(groups * o_rank, heads * dim // groups, gain=4.0)
+    yield f"{prefix}.kv_norm.weight", w.around(_KEY_SCALE, dim)
+    yield f"{prefix}.wo_a.weight", w.normal(groups * o_rank, heads * dim // groups, gain=1.5)
     yield f"{prefix}.wo_b.weight", w.normal(hidden, groups * o_rank)
     yield f"{prefix}.attn_sink", w.normal(heads, dtype=torch.float32)
     if ratio:
@@ -124,7 +128,7 @@ def _compressor(w: _Weights, hidden: int, dim: int, ratio: int, prefix: str) -> 
     width = dim * (2 if ratio == 4 else 1)
     yield f"{prefix}.wkv.weight", w.normal(width, hidden)
     yield f"{prefix}.wgate.weight", w.normal(width, hidden, gain=2.0)
-    yield f"{prefix}.norm.weight", w.around_one(dim, torch.float32)
+    yield f"{prefix}.norm.weight", w.around(_KEY_SCALE, dim, torch.float32)
     yield f"{prefix}.ape", w.normal(ratio, width, gain=width**0.5, dtype=torch.float32)
 
 
@@ -165,12 +169,12 @@ def tiny_weights(config: dict[str, Any], text_token_ids: list[int], seed: int) -
         mixes = (2 + streams) * streams
         tensors.update(_hyper(w, streams, hidden, mixes, f"{prefix}.hc_attn"))
         tensors.update(_hyper(w, streams, hidden, mixes, f"{prefix}.hc_ffn"))
-        tensors[f"{prefix}.attn_norm.weight"] = w.around_one(hidden)
-        tensors[f"{prefix}.ffn_norm.weight"] = w.around_one(hidden)
+        tensors[f"{prefix}.attn_norm.weight"] = w.around(1.0, hidden)
+        tensors[f"{prefix}.ffn_norm.weight"] = w.around(1.0, hidden)
         tensors.update(_linears(w, config, f"{prefix}.attn", ratio))
         tensors.update(_mixture(w, config, f"{prefix}.ffn", layer < config["n_hash_layers"]))
     tensors.update(_hyper(w, streams, hidden, streams, "hc_head"))
-    tensors["norm.weight"] = w.around_one(hidden)
+    tensors["norm.weight"] = w.around(1.0, hidden)
     head = torch.zeros(vocab, hidden, dtype=torch.bfloat16)
     head[text_token_ids] = w.normal(len(text_token_ids), hidden, gain=3.0)
     tensors["head.weight"] = head

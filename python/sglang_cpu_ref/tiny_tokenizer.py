@@ -52,7 +52,7 @@ def build_tokenizer() -> TinyTokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
+    trainer = trainers.BpeTrainer(  # type: ignore[no-untyped-call]
         vocab_size=VOCAB_SIZE,
         special_tokens=[BOS, EOS, USER, ASSISTANT, THINK, END_THINK],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
@@ -65,8 +65,8 @@ def build_tokenizer() -> TinyTokenizer:
     return TinyTokenizer(
         tokenizer,
         size,
-        tokenizer.token_to_id(BOS),
-        tokenizer.token_to_id(EOS),
+        tokenizer.encode(BOS).ids[0],
+        tokenizer.encode(EOS).ids[0],
         [i for i in range(size) if _is_text(tokenizer, i)],
     )
 

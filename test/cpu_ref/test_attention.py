@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kit.numbers import assert_bf16_close, generator, randn
 from kit.pristine import pristine
-
 from sglang_cpu_ref import attention
 
 _SCALE = 512**-0.5
@@ -160,9 +160,7 @@ def test_poison_stays_with_its_readers():
 def test_token_without_rows_and_padding_entries():
     q, pool, sink = randn(1, 2, 4, 512), randn(2, 8, 512), torch.zeros(4)
     arguments = {"q": q, "unified_kv": pool, "attn_sink": sink, "softmax_scale": _SCALE}
-    padded = attention.decode(
-        kv_indices=torch.tensor([-1, 3, -1, 6]), kv_indptr=torch.tensor([0, 0, 4]), **arguments
-    )
+    padded = attention.decode(kv_indices=torch.tensor([-1, 3, -1, 6]), kv_indptr=torch.tensor([0, 0, 4]), **arguments)
     plain = attention.decode(kv_indices=torch.tensor([3, 6]), kv_indptr=torch.tensor([0, 0, 2]), **arguments)
     assert torch.equal(padded, plain)
     assert torch.equal(padded[0], torch.zeros(4, 512, dtype=torch.bfloat16))

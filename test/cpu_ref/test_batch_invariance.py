@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from kit.tiny_run import TinyRun, tiny_run
 
 # Lengths around the window (128), the c128 group (128), the page (256) and the c4 group (4).
@@ -23,8 +24,8 @@ _LONGEST = 600
 
 
 @pytest.fixture(scope="module")
-def tiny(checkpoint) -> TinyRun:
-    return tiny_run(checkpoint)
+def tiny() -> TinyRun:
+    return tiny_run()
 
 
 def _tokens(seed: int, length: int) -> list[int]:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.numbers import assert_bf16_close, randn, rope_table
 
+from kit.numbers import assert_bf16_close, randn, rope_table
 from sglang_cpu_ref import compress, elementwise
 
 _DIM, _SLOTS = 128, 3
@@ -142,9 +142,8 @@ def test_batch_company_does_not_change_bits():
             4, torch.tensor(members), lens, lens, None, None, 256, 8, int(lens.sum()), use_req_ring=True
         )
         ring = torch.zeros(4 * 8, _width(4))
-        out = compress.compress_forward(
-            ring.view(-1, 4, _width(4)), torch.cat([rows[m] for m in members]), ape, plan, head_dim=_DIM, compress_ratio=4
-        )
+        flat = torch.cat([rows[m] for m in members])
+        out = compress.compress_forward(ring.view(-1, 4, _width(4)), flat, ape, plan, head_dim=_DIM, compress_ratio=4)
         return list(out.split([rows[m].shape[0] // 4 for m in members]))
 
     together = forward([0, 1, 2])

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.numbers import randn
 
+from kit.numbers import randn
 from sglang_cpu_ref import elementwise as e
 
 # One unit in the last place of a float32, relative.

@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.numbers import randn
 
+from kit.numbers import randn
 from sglang_cpu_ref import exact
 
 

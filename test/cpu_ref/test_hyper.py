@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+
 from kit.numbers import assert_bf16_close, randn
 from kit.pristine import pristine
-
 from sglang_cpu_ref import hyper
 
 _STREAMS, _HIDDEN, _EPS = 4, 256, 1e-6

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kit.numbers import generator, randn
 from kit.pristine import pristine
-
 from sglang_cpu_ref import indexer
 
 _UPSTREAM = "sglang.srt.layers.attention.dsv4.indexer"

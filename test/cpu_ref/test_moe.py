@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kit.numbers import assert_bf16_close, randn
 
+from kit.numbers import assert_bf16_close, randn
 from sglang_cpu_ref import moe
 
 _EXPERTS, _HIDDEN, _WIDTH = 8, 256, 128

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kit.tiny_run import TinyRun, tiny_run
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kit.tiny_run import TinyRun, tiny_run
 from sglang_cpu_ref import aten
 
 _MOVES = """
@@ -56,8 +56,8 @@ class _Watch(TorchDispatchMode):
 
 
 @pytest.fixture(scope="module")
-def watched(checkpoint) -> set[str]:
-    tiny: TinyRun = tiny_run(checkpoint)
+def watched() -> set[str]:
+    tiny: TinyRun = tiny_run()
     tiny.clear()
     one, two = tiny.sequence(list(range(6, 500)) * 2), tiny.sequence(list(range(500, 6, -1)))
     watch = _Watch()
@@ -76,11 +76,11 @@ def test_the_watch_sees_the_model(watched):
     assert {"mm", "bmm", "softplus", "embedding", "sqrt"} <= watched
 
 
-def test_no_triton_kernel_is_launched(checkpoint, monkeypatch):
+def test_no_triton_kernel_is_launched(monkeypatch):
     """The interpreter is on for the oracles; the model must not come by it."""
     from triton.runtime.interpreter import InterpretedFunction
 
-    tiny = tiny_run(checkpoint)
+    tiny = tiny_run()
     tiny.clear()
     sequence = tiny.sequence(list(range(6, 400)))
 

@@ -45,7 +45,9 @@ def test_every_hook_attaches():
 def test_a_hook_that_does_not_attach_stops_the_process():
     result = _python(
         "from sglang_cpu_ref import hooks\n"
-        "hooks.LEAF_KERNELS += (hooks.Hook('sglang.srt.utils.common.no_such_function', print),)\n" + _LOAD + "print('went on')",
+        "hooks.LEAF_KERNELS += (hooks.Hook('sglang.srt.utils.common.no_such_function', print),)\n"
+        + _LOAD
+        + "print('went on')",
         SGLANG_PLATFORM="cpu_ref",
     )
     assert result.returncode == 1
@@ -56,7 +58,11 @@ def test_a_hook_that_does_not_attach_stops_the_process():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("SGLANG_OPT_USE_TILELANG_INDEXER", "true"), ("SGLANG_HACK_FLASHMLA_BACKEND", "auto"), ("SGLANG_DSV4_UNIFIED_KV_FP8", "1")],
+    [
+        ("SGLANG_OPT_USE_TILELANG_INDEXER", "true"),
+        ("SGLANG_HACK_FLASHMLA_BACKEND", "auto"),
+        ("SGLANG_DSV4_UNIFIED_KV_FP8", "1"),
+    ],
 )
 def test_a_switch_that_leaves_the_path_is_refused(name, value):
     result = _python(_LOAD, SGLANG_PLATFORM="cpu_ref", **{name: value})

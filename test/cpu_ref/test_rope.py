@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+
 from kit.numbers import assert_bf16_close, randn, rope_table
 from kit.pristine import pristine
-
 from sglang_cpu_ref import rope
 
 _EPS = 1e-6

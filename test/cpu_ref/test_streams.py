@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.pristine import pristine
 
+from kit.pristine import pristine
 from sglang_cpu_ref import metadata, streams
 
 _DSV4 = "sglang.kernels.ops.attention.dsv4"

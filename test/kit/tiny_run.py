@@ -10,13 +10,11 @@ import functools
 import os
 from array import array
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("SGLANG_PLATFORM", "cpu_ref")
 
 import torch
-
 from sglang.srt.plugins import load_plugins
 
 load_plugins()
@@ -26,6 +24,8 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
+
+from kit.checkpoint import shared_checkpoint
 
 PAGE_SIZE = 256
 
@@ -138,10 +138,10 @@ class TinyRun:
 
 
 @functools.cache
-def tiny_run(checkpoint: str | Path) -> TinyRun:
-    """The process's TinyRun on ``checkpoint``, loaded on first use."""
+def tiny_run() -> TinyRun:
+    """The process's TinyRun, loaded on first use."""
     args = ServerArgs(
-        model_path=str(checkpoint),
+        model_path=str(shared_checkpoint()),
         device="cpu",
         page_size=PAGE_SIZE,
         max_total_tokens=32_768,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-CACHE_SOURCE = '''\
+CACHE_SOURCE = """\
 class Cache:
     size: int = 4
 
@@ -21,7 +21,7 @@ class Cache:
 class Other:
     def match(self, key):
         return key
-'''
+"""
 LOOP_SOURCE = "def step(batch):\n    plan(batch)\n    run(batch)\n"
 
 CACHE_EDITS = """\

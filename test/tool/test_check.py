@@ -7,8 +7,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from kit.toy_series import CACHE_SOURCE, LOOP_SOURCE, make_series
 
+from kit.toy_series import CACHE_SOURCE, LOOP_SOURCE, make_series
 from sglang_bitexact import cli
 from sglang_bitexact.check import check
 from sglang_bitexact.series import Series

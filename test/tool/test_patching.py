@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from kit.toy_series import make_series, make_tree, snapshot
 
+from kit.toy_series import make_series, make_tree, snapshot
 from sglang_bitexact import journal, patching
 from sglang_bitexact.errors import BitexactError
 from sglang_bitexact.series import Series
@@ -78,7 +78,7 @@ def test_a_missing_file_and_a_file_in_the_way_are_refused(tree, series):
     (tree.root / "sglang/srt/tiles").mkdir()
     (tree.root / "sglang/srt/tiles/layout.py").write_text("theirs\n")
     before = snapshot(tree.root)
-    with pytest.raises(BitexactError, match="already exist.*layout"):
+    with pytest.raises(BitexactError, match=r"already exist.*layout"):
         patching.apply(tree, series, 2)
     (tree.root / "sglang/srt/loop.py").unlink()
     with pytest.raises(BitexactError, match=r"loop\.py \(missing\)"):
@@ -202,7 +202,7 @@ def test_a_damaged_journal_is_named(tree, series):
     patching.apply(tree, series, 1)
     path = tree.root / journal.DIRECTORY / "journal.json"
     path.write_text("{")
-    with pytest.raises(BitexactError, match="journal.json cannot be read"):
+    with pytest.raises(BitexactError, match=r"journal\.json cannot be read"):
         patching.status(tree)
 
 
@@ -213,7 +213,7 @@ def test_locate(tmp_path):
     with pytest.raises(BitexactError, match="holds no sglang package"):
         Tree.locate(tmp_path)
     (checkout / "python/sglang/_version.py").write_text("__version__ = version = '0.5.22'\n")
-    with pytest.raises(BitexactError, match="is sglang 0.5.22.*check --sglang 0.5.22"):
+    with pytest.raises(BitexactError, match=r"is sglang 0\.5\.22.*check --sglang 0\.5\.22"):
         Tree.locate(checkout)
     (checkout / "python/sglang/_version.py").write_text("__version__ = version = '0.5.23+bitexact.1'\n")
     with pytest.raises(BitexactError, match="holds the series already"):

@@ -7,11 +7,14 @@ import ast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kit.toy_series import CACHE_SOURCE, LOOP_SOURCE
+from pydantic import ValidationError
 
+from kit.toy_series import CACHE_SOURCE, LOOP_SOURCE
 from sglang_bitexact.edits import Anchor, Edit
 from sglang_bitexact.errors import BitexactError
 from sglang_bitexact.rewrite import apply_edits
+
+_FIND = {"class": "Cache", "function": "match", "pattern": "self.find($$$)"}
 
 
 def edit(do: str, text: str, part: int = 1, **at: str) -> Edit:
@@ -38,17 +41,18 @@ def test_append_where_the_file_has_no_last_newline():
 
 
 def test_before_goes_above_the_comment_of_the_statement():
-    out = apply(CACHE_SOURCE, edit("before", "check(key)", **{"class": "Cache"}, function="match", pattern="self.find($$$)"))
+    out = apply(CACHE_SOURCE, edit("before", "check(key)", **_FIND))
     assert "        check(key)\n        # Look up.\n        found = self.find(\n" in out
 
 
 def test_before_leaves_a_comment_that_is_not_adjacent():
     source = "def f():\n    # far\n\n    g()\n"
-    assert apply(source, edit("before", "h()", function="f", pattern="g()")) == "def f():\n    # far\n\n    h()\n    g()\n"
+    out = apply(source, edit("before", "h()", function="f", pattern="g()"))
+    assert out == "def f():\n    # far\n\n    h()\n    g()\n"
 
 
 def test_after_goes_behind_the_whole_statement():
-    out = apply(CACHE_SOURCE, edit("after", "note(found)", **{"class": "Cache"}, function="match", pattern="self.find($$$)"))
+    out = apply(CACHE_SOURCE, edit("after", "note(found)", **_FIND))
     assert "            limit=limit,\n        )\n        note(found)\n        return found\n" in out
 
 
@@ -144,7 +148,7 @@ def test_overlapping_edits_are_refused():
     ],
 )
 def test_malformed_edits_are_refused(fields):
-    with pytest.raises(ValueError):
+    with pytest.raises(ValidationError):
         Edit.model_validate({"part": 1, "why": "a reason of some length", "text": "x", **fields})
 
 

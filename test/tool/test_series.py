@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from kit.toy_series import make_series
 
+from kit.toy_series import make_series
 from sglang_bitexact.errors import BitexactError
 from sglang_bitexact.series import Series
 

@@ -95,7 +95,7 @@ def test_apply_on_the_unpacked_release_equals_the_build(released, built, tmp_pat
 def test_a_wrong_checksum_is_refused(tmp_path, released):
     copy = tmp_path / released.path.name
     copy.write_bytes(b"not the wheel")
-    with pytest.raises(BitexactError, match="expected 00b3cd5b|expected [0-9a-f]{64}"):
+    with pytest.raises(BitexactError, match=r"expected [0-9a-f]{64}"):
         upstream.verify(copy)
-    with pytest.raises(BitexactError, match="not in upstream.lock.json"):
+    with pytest.raises(BitexactError, match=r"not in upstream\.lock\.json"):
         upstream.verify(tmp_path / "sglang-0.5.23-other.whl")

@@ -117,7 +117,8 @@ class Server:
         response = requests.post(self.url + path, json=body, timeout=timeout)
         if response.status_code != 200:
             raise BitexactError(f"{path} answered {response.status_code}: {response.text[:500]}")
-        return response.json()
+        answer: dict[str, Any] = response.json()
+        return answer
 
     def get(self, path: str, timeout: float = 60.0) -> requests.Response:
         return requests.get(self.url + path, timeout=timeout)

@@ -113,10 +113,10 @@ class _RecordingTree:
 
     def match_prefix(self, params):
         self.asked.append(params)
-        raise _Asked
+        raise _AskedError
 
 
-class _Asked(Exception):
+class _AskedError(Exception):
     """The recording tree was asked; what follows is not under test."""
 
 
@@ -139,14 +139,14 @@ class TestForReuse(CustomTestCase):
     def test_a_round_of_a_request_says_what_its_caller_says(self):
         for given, expected in (({}, False), ({"for_reuse": True}, True)):
             tree = _RecordingTree()
-            with self.assertRaises(_Asked):
+            with self.assertRaises(_AskedError):
                 _request().init_next_round_input(tree, **given)
             self.assertEqual([params.for_reuse for params in tree.asked], [expected])
 
     def test_a_decode_node_matches_for_reuse(self):
         tree = _RecordingTree()
         queue = SimpleNamespace(tree_cache=tree, _uses_swa_tail_prealloc=lambda: False)
-        with self.assertRaises(_Asked):
+        with self.assertRaises(_AskedError):
             DecodePreallocQueue._match_prefix_and_lock(queue, _request())
         self.assertEqual([params.for_reuse for params in tree.asked], [True])
 
@@ -154,7 +154,7 @@ class TestForReuse(CustomTestCase):
         tree = _RecordingTree()
         match = SimpleNamespace(l3_storage_hit_length=0, decode_prefix_len=256)
         queue = SimpleNamespace(tree_cache=tree)
-        with self.assertRaises(_Asked):
+        with self.assertRaises(_AskedError):
             DecodeHiCacheTransferMixin._try_hicache_queue_load_back(
                 queue, SimpleNamespace(prefix_match=match, req=_request())
             )
@@ -167,76 +167,21 @@ class TestForReuse(CustomTestCase):
         self.assertIn("req.init_next_round_input(self.tree_cache, for_reuse=True)", admission)
 
 
-class _Recorder:
-    """Puts recording hooks onto the live backend, its pool and the stand-in cache."""
-
-    def __init__(self, run, stack):
-        from sglang.benchmark import one_batch
-        from sglang.kernels.ops.kvcache import dsv4_unified_kv_store
-
-        self.run, self.events, self.rings, self.flat = run, [], [], []
-        backend, pool = run.runner.attn_backend, run.pool
-        stack.enterContext(unittest.mock.patch.object(backend, "capture_swa_windows", self.prefill))
-        for name in _DECODE_HOOKS:
-            stack.enterContext(unittest.mock.patch.object(backend, name, self.decode(name)))
-        stack.enterContext(unittest.mock.patch.object(one_batch.TreeCacheNamespace, "restore_swa_windows", self.restore))
-        for owner, name in ((pool, "clear_c4_req_states"), (dsv4_unified_kv_store, "store_swa_into_unified")):
-            stack.enterContext(unittest.mock.patch.object(owner, name, self.around(name, getattr(owner, name))))
-        # The slot clear was registered as a bound method when the pools were built.
-        slots = run.runner.req_to_token_pool
-        clear = self.around("clear_c4_req_states", slots._on_alloc_rows)
-        stack.enterContext(unittest.mock.patch.object(slots, "_on_alloc_rows", clear))
-
-    def around(self, name, original):
-        def call(*arguments, **keywords):
-            self.events.append((name,))
-            return original(*arguments, **keywords)
-
-        return call
-
-    def ring(self, layer):
-        return self.run.pool.unified_kv_pool.kv_buffer[layer][: self.run.pool.unified_swa_pages].clone()
-
-    def prefill(self, layer_id, kv, forward_batch, *, k_rope=None):
-        self.events.append(("capture", layer_id, tuple(kv.shape), kv.dtype, k_rope))
-        self.rings.append(self.ring(layer_id))
-        self.flat.append(kv.clone())
-
-    def decode(self, name):
-        def call(forward_batch):
-            layers = range(len(self.run.pool.unified_kv_pool.kv_buffer))
-            self.events.append((name, forward_batch.seq_lens.tolist()))
-            self.rings.append([self.ring(layer) for layer in layers])
-
-        return call
-
-    def restore(self, reqs, req_pool_indices):
-        self.events.append(("restore", [r.kv.req_pool_idx for r in reqs], req_pool_indices.tolist()))
-
-
 class TestRecordedCalls(CustomTestCase):
     """A recording backend in a real prefill and decode of the real model, on the CPU platform."""
 
     @classmethod
     def setUpClass(cls):
-        import tempfile
-
         sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+        from kit.recorder import Recorder
         from kit.tiny_run import tiny_run
-        from sglang_cpu_ref.tiny_checkpoint import write_checkpoint
 
-        cls.folder = tempfile.TemporaryDirectory()
-        write_checkpoint(Path(cls.folder.name))
-        cls.run_ = tiny_run(Path(cls.folder.name))
-
-    @classmethod
-    def tearDownClass(cls):
-        cls.folder.cleanup()
+        cls.recorder_class, cls.run_ = Recorder, tiny_run()
 
     def setUp(self):
         self.run_.clear()
         self.layers = range(len(self.run_.pool.unified_kv_pool.kv_buffer))
-        self.recorder = _Recorder(self.run_, self)
+        self.recorder = self.recorder_class(self.run_, self)
 
     def names(self):
         return [event[0] for event in self.recorder.events]
