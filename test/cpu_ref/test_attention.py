@@ -148,6 +148,29 @@ def test_a_token_depends_on_its_own_rows_only(seed, tokens):
     assert torch.equal(decoded, from_chunk)
 
 
+def test_both_products_are_exact(monkeypatch):
+    """Neither sum over the head dimension nor over a token's rows depends on its order."""
+    seen = []
+
+    def checked(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        seen.append((a.shape, b.shape))
+        product = a @ b
+        for seed in range(5):
+            order = torch.randperm(a.shape[1], generator=generator(seed))
+            assert torch.equal(a[:, order] @ b[order], product)
+        return product
+
+    monkeypatch.setattr(attention, "grid_product", checked)
+    member, sink = torch.ones(6, 640, dtype=torch.bool), torch.zeros(4)
+    # Values of very different size in one row, rows of very different size; then weights that
+    # are all of one size.
+    spread = torch.logspace(-4, 4, 512)
+    for q_scale, row_scale in ((spread, torch.logspace(-3, 3, 640)[:, None]), (0.1, 1.0)):
+        q, pool = randn(1, 6, 4, 512) * q_scale, randn(2, 640, 512) * row_scale
+        attention.attend(q.bfloat16(), pool.bfloat16(), member, sink, _SCALE)
+    assert [a[1] for a, _ in seen] == [512, 640] * 2
+
+
 def test_poison_stays_with_its_readers():
     q, pool, sink = randn(1, 2, 4, 512), randn(2, 8, 512), torch.zeros(4)
     pool[5] = float("nan")
