@@ -150,6 +150,9 @@ def test_a_token_depends_on_its_own_rows_only(seed, tokens):
 
 def test_both_products_are_exact(monkeypatch):
     """Neither sum over the head dimension nor over a token's rows depends on its order."""
+    query, key, weight = attention._QUERY_BITS, attention._KEY_BITS, attention._WEIGHT_BITS
+    assert 512 * 2 ** (query + key) <= 2**53
+    assert attention.MAX_KEYS_PER_TOKEN * 2 ** (weight + key) <= 2**53
     seen = []
 
     def checked(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -166,8 +169,9 @@ def test_both_products_are_exact(monkeypatch):
     # size, whose weights still span many binades.
     spread = torch.logspace(-4, 4, 512)
     for q_scale, row_scale in ((spread, torch.logspace(-3, 3, 640)[:, None]), (1.0, 1.0)):
-        q, pool = randn(1, 6, 4, 512) * q_scale, randn(2, 640, 512) * row_scale
-        attention.attend(q.bfloat16(), pool.bfloat16(), member, sink, _SCALE)
+        # float32, to fill every bit of the grids.
+        q, pool = randn(1, 6, 4, 512, dtype=torch.float32), randn(2, 640, 512, dtype=torch.float32)
+        attention.attend(q * q_scale, pool * row_scale, member, sink, _SCALE)
     assert [a[1] for a, _ in seen] == [512, 640] * 2
 
 
