@@ -18,7 +18,7 @@ demo: ## the real server on this CPU: how far a stock cache hit is from a cold r
 serve: ## a server on the tiny model that stays up; prints a curl line
 	@venv=$$($(PYTHON) tools/venv.py) && $$venv/bin/sglang-bitexact serve --out build/serve
 
-test: ## the whole suite
+test: ## the whole suite; PYTEST="..." passes arguments on
 	@venv=$$($(PYTHON) tools/venv.py) && $$venv/bin/python -m pytest $(PYTEST)
 
 lint: ## ruff, mypy, codespell

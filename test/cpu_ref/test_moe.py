@@ -42,6 +42,14 @@ def test_against_formula_with_a_repeated_expert(limit):
     assert_bf16_close(found, _formula(x, weights, ids, limit), steps=3)
 
 
+@pytest.mark.parametrize("limit", [10.0, 0.5])
+def test_shared_expert_activation(limit):
+    x, out = randn(9, 5, 2 * _WIDTH), torch.empty(5, _WIDTH, dtype=torch.bfloat16)
+    moe.silu_and_mul_clamp(x, out, limit)
+    gate, up = x.double().chunk(2, dim=-1)
+    assert_bf16_close(out, torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit))
+
+
 def test_rows_do_not_see_each_other():
     x = randn(5, 40, _HIDDEN)
     ids = torch.randint(0, _EXPERTS, (40, 2), generator=torch.Generator().manual_seed(6))

@@ -1,0 +1,68 @@
+"""The tables in the documentation say what the code says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from sglang.srt.environ import Envs
+from sglang.srt.server_args import ServerArgs
+
+from sglang_bitexact import cli
+from sglang_cpu_ref import aten, hooks
+
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+def _rows(document: str, mark: str) -> list[list[str]]:
+    """Cells of the table behind ``<!-- mark -->``, without its two head rows."""
+    text = (_ROOT / document).read_text().split(f"<!-- {mark} -->\n")[1]
+    table = text.split("\n\n")[0].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[2:]]
+
+
+def test_every_leaf_kernel_is_listed_with_its_replacement_and_its_test():
+    expected = {(f"`{h.target}`", _name(h.replacement)) for h in hooks.LEAF_KERNELS}
+    expected |= {(f"`sgl_kernel.kvcacheio.{f.__name__}`", _name(f)) for f in hooks.PROVIDED}
+    rows = _rows("docs/cpu-platform.md", "leaf-kernels")
+    assert {(target, ours) for target, ours, _ in rows} == expected
+    assert len(rows) == len(hooks.LEAF_KERNELS) + len(hooks.PROVIDED)
+    for _, ours, verified in rows:
+        file = re.match(r"`(test_\w+)`: \w", verified)
+        assert file, verified
+        (path,) = (_ROOT / "test").rglob(f"{file[1]}.py")
+        # A kernel test names the function; a server test exercises it.
+        assert path.parent.name == "server" or ours.strip("`").split(".")[-1] in path.read_text()
+
+
+def _name(function) -> str:
+    return f"`{function.__module__.removeprefix('sglang_cpu_ref.')}.{function.__name__}`"
+
+
+def test_every_replaced_operator_is_listed():
+    assert [row[0] for row in _rows("docs/cpu-platform.md", "aten")] == [f"`aten::{name}`" for name in aten.OVERRIDES]
+
+
+def test_every_path_selection_is_listed():
+    listed = [row[0] for row in _rows("docs/cpu-platform.md", "path-selection")]
+    assert listed == [f"`{hook.target}`" for hook in hooks.PATH_SELECTION]
+
+
+def test_switches_are_documented_with_their_defaults():
+    text = (_ROOT / "docs/reference.md").read_text()
+    variable = re.search(r"<code>(SGLANG_\w+)</code></td><td>(.*?)</td><td><code>(\w+)</code>", text)
+    assert variable is not None
+    assert Envs.__dict__[variable[1]].default is False and variable[3] == "false"
+    source = " ".join((_ROOT / "python/sglang/srt/environ.edits.yaml").read_text().replace("# ", "").split())
+    assert variable[2] in source
+    argument = next(line for line in text.splitlines() if line.startswith("| `--hicache-swa"))
+    flag, description, default, kind = (cell.strip() for cell in argument.strip("|").split("|"))
+    value = getattr(ServerArgs(model_path="dummy"), flag.strip("`").removeprefix("--").replace("-", "_"))
+    assert (default, kind) == (f"`{value}`", "Type: int")
+    assert description in (_ROOT / "python/sglang/srt/arg_groups/fields/memory.edits.yaml").read_text()
+
+
+def test_every_command_is_documented():
+    text = (_ROOT / "docs/reference.md").read_text()
+    commands = set(cli._parser()._subparsers._group_actions[0].choices)  # type: ignore[union-attr]
+    assert {name for name in commands if f"`{name}" not in text} == set()
