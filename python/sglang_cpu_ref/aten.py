@@ -1,9 +1,10 @@
 """Batch-invariant CPU kernels for the torch operators that upstream's model code calls.
 
 SGLang registers such kernels for CUDA in ``srt/batch_invariant_ops``; these are the
-CPU's. They replace the implementation of an aten operator for the whole process,
-so that ``F.linear``, ``@``, ``einsum`` and ``x.mean(-1)`` in upstream's files are
-invariant without an edit of those files.
+CPU's. They replace the implementation of an aten operator for the whole process, for
+16- and 32-bit floats, so that ``F.linear``, ``@``, ``einsum`` and ``x.mean(-1)`` in
+upstream's files are invariant without an edit of those files. Other dtypes keep torch's
+own kernel, reached by the operator's ``out`` overload, which is not replaced.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+import xxhash
 
 from sglang_cpu_ref import elementwise
 from sglang_cpu_ref.exact import matmul_t, weight_slices
 
 _NARROW_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_Kernel = Callable[..., torch.Tensor]
 
 _library: torch.library.Library | None = None
 
@@ -25,8 +29,8 @@ _library: torch.library.Library | None = None
 class _SliceCache:
     """Grid slices of weights, so that a decode step does not make them anew.
 
-    The key is the weight's address and layout; a checksum of its content notices an
-    update in place or an address in second use. Bounded, least recently used first.
+    The key is the weight's address and layout; a digest of its content notices an update
+    in place or an address in second use. Bounded, least recently used first.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -40,23 +44,14 @@ class _SliceCache:
         if not dense.is_contiguous():
             return weight_slices(weight)
         key = (b.data_ptr(), b.shape, b.stride(), b.dtype)
-        checksum = _checksum(dense)
+        digest = xxhash.xxh3_64_intdigest(dense.detach().view(torch.uint8).numpy().data)
         found = self._entries.get(key)
-        if found is not None and found[0] == checksum:
-            self._entries.move_to_end(key)
-            return found[1]
-        slices = weight_slices(weight)
-        self._entries[key] = (checksum, slices)
+        if found is None or found[0] != digest:
+            self._entries[key] = found = (digest, weight_slices(weight))
         self._entries.move_to_end(key)
         while len(self._entries) > self._capacity:
             self._entries.popitem(last=False)
-        return slices
-
-
-def _checksum(dense: torch.Tensor) -> int:
-    flat = dense.view(-1).view(torch.uint8)
-    wide = flat.view(torch.int64) if flat.numel() % 8 == 0 else flat
-    return int(wide.sum())
+        return found[1]
 
 
 _weights = _SliceCache(capacity=1024)
@@ -79,6 +74,8 @@ def addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float =
 
 def bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """aten::bmm, [B, M, K] @ [B, K, N]."""
+    if a.shape[0] == 0:
+        return a.new_empty((0, a.shape[1], b.shape[2]))
     return torch.stack([mm(x, y) for x, y in zip(a.unbind(0), b.unbind(0), strict=True)])
 
 
@@ -88,59 +85,70 @@ def _reduce(x: torch.Tensor, dim: Sequence[int] | None, keepdim: bool) -> tuple[
     total, count = x.float(), 1
     for d in reversed(dims):
         count *= x.shape[d]
-        total = elementwise.row_sum(total, d)
-    if keepdim:
-        for d in dims:
-            total = total.unsqueeze(d)
+        total = elementwise.row_sum(total, d, keepdim=keepdim)
     return total, count
 
 
-def mean_dim(
+def _mean(
     x: torch.Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """aten::mean.dim for 16- and 32-bit floats."""
     total, count = _reduce(x, dim, keepdim)
     return (total / count).to(dtype or x.dtype)
 
 
-def sum_dim(
+def _sum(
     x: torch.Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """aten::sum.dim_IntList; integers, bools and float64 keep torch's kernel (our float64 sums are exact)."""
-    if x.dtype not in _NARROW_FLOATS or x.numel() == 0:
-        result = dtype or (x.dtype if x.is_floating_point() else torch.int64)
-        out = torch.empty(0, dtype=result)
-        return torch.sum(x, dim=None if dim is None else tuple(dim), keepdim=keepdim, dtype=dtype, out=out)
     return _reduce(x, dim, keepdim)[0].to(dtype or x.dtype)
 
 
-def _softmax(function: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[..., torch.Tensor]:
-    return lambda x, dim, half_to_float: function(x, dim).to(torch.float32 if half_to_float else x.dtype)
-
-
-def _unary(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda x: function(x).to(x.dtype)
-
-
-def softplus(x: torch.Tensor, beta: float = 1, threshold: float = 20) -> torch.Tensor:
-    """aten::softplus for beta 1; the threshold only saves work and has no effect here."""
+def _softplus(x: torch.Tensor, beta: float = 1, threshold: float = 20) -> torch.Tensor:
+    """The threshold only saves work in torch's kernel and has no effect here."""
     if beta != 1:
         raise NotImplementedError(f"softplus with beta {beta}; the CPU reference has beta 1")
     return elementwise.softplus(x).to(x.dtype)
 
 
-OVERRIDES: dict[str, Callable[..., torch.Tensor]] = {
+def _unary(function: Callable[[torch.Tensor], torch.Tensor]) -> _Kernel:
+    return lambda x: function(x).to(x.dtype)
+
+
+def _over_dim(function: Callable[[torch.Tensor, int], torch.Tensor]) -> _Kernel:
+    return lambda x, dim, half_to_float: function(x, dim).to(torch.float32 if half_to_float else x.dtype)
+
+
+# Operator -> (our kernel for narrow floats, the untouched overload for everything else).
+_KERNELS: dict[str, tuple[_Kernel, _Kernel]] = {
+    "mean.dim": (_mean, torch.ops.aten.mean.out),
+    "sum.dim_IntList": (_sum, torch.ops.aten.sum.IntList_out),
+    "_softmax": (_over_dim(elementwise.softmax), torch.ops.aten._softmax.out),
+    "_log_softmax": (_over_dim(elementwise.log_softmax), torch.ops.aten._log_softmax.out),
+    "rsqrt": (_unary(lambda x: x.float().sqrt().reciprocal()), torch.ops.aten.rsqrt.out),
+    "softplus": (_softplus, torch.ops.aten.softplus.out),
+    "sigmoid": (_unary(elementwise.sigmoid), torch.ops.aten.sigmoid.out),
+    "silu": (_unary(elementwise.silu), torch.ops.aten.silu.out),
+}
+
+
+def _narrow_only(name: str, ours: _Kernel, theirs: _Kernel) -> _Kernel:
+    def kernel(x: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        if x.dtype in _NARROW_FLOATS and x.numel():
+            return ours(x, *arguments, **keywords)
+        if name == "sum.dim_IntList" and not x.is_floating_point():
+            default = torch.int64
+        else:
+            default = x.dtype if x.is_floating_point() else torch.get_default_dtype()
+        result = keywords.get("dtype") or default
+        return theirs(x, *arguments, **keywords, out=torch.empty(0, dtype=result))
+
+    return kernel
+
+
+OVERRIDES: dict[str, _Kernel] = {
     "mm": mm,
     "addmm": addmm,
     "bmm": bmm,
-    "mean.dim": mean_dim,
-    "sum.dim_IntList": sum_dim,
-    "_softmax": _softmax(elementwise.softmax),
-    "_log_softmax": _softmax(elementwise.log_softmax),
-    "rsqrt": _unary(lambda x: x.float().sqrt().reciprocal()),
-    "softplus": softplus,
-    "sigmoid": _unary(elementwise.sigmoid),
-    "silu": _unary(elementwise.silu),
+    **{name: _narrow_only(name, *kernels) for name, kernels in _KERNELS.items()},
 }
 
 

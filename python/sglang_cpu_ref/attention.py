@@ -22,6 +22,24 @@ MAX_KEYS_PER_TOKEN = 1 << 12
 _PREFILL_BLOCK = 64
 
 
+def check_context(context_len: int, window: int, index_topk: int) -> None:
+    """Refuse a model whose tokens could attend to more rows than can be summed exactly.
+
+    A token lists its window, and ``index_topk`` c4 rows or all c128 rows of its context.
+
+    Example: window=128, index_topk=512, context_len=16_384 -> 128 + max(512, 128) = 640.
+
+    Raises:
+        ValueError: more than ``MAX_KEYS_PER_TOKEN``.
+    """
+    rows = window + max(index_topk, context_len // 128)
+    if rows > MAX_KEYS_PER_TOKEN:
+        raise ValueError(
+            f"a token of {context_len} tokens of context attends to {rows} rows; the CPU platform sums "
+            f"{MAX_KEYS_PER_TOKEN} exactly. Start with --context-length {(MAX_KEYS_PER_TOKEN - window) * 128}."
+        )
+
+
 def prefill(
     *,
     q: torch.Tensor,
@@ -65,9 +83,11 @@ def decode(
     softmax_scale: float,
     kv_splits: int | None = None,
 ) -> torch.Tensor:
-    """Replaces ``unified_kv_kernels.runtime.decode``; arguments as in ``prefill``.
+    """Replaces ``unified_kv_kernels.runtime.decode``: one list of pool rows per token.
 
-    ``kv_splits`` chooses a parallelisation on a GPU and has no effect on a value here.
+    q: [T, H, 512] bf16. unified_kv: [rows, 512] bf16. kv_indices: flat row lists (-1: no
+    row), cut by kv_indptr [T + 1]. attn_sink: [H]. Returns [T, H, 512] bf16. ``kv_splits``
+    chooses a parallelisation on a GPU and has no effect on a value here.
     """
     out = torch.empty_like(q)
     # One token at a time: tokens of different requests share no rows.
@@ -112,17 +132,14 @@ def attend(
     q: [T, H, D]; rows: [U, D], key and value at once (MLA); member: bool [T, U];
     attn_sink: [H]. Returns [T, H, D] in the dtype of q. A token with no key gets 0.
 
-    A token that lists a non-finite row becomes NaN, and no other token does.
+    A token that lists a non-finite row becomes NaN, and no other token does. The backend
+    refuses contexts whose tokens could list more than ``MAX_KEYS_PER_TOKEN`` rows.
     """
     tokens, heads, dim = q.shape
     if rows.shape[0] == 0:
         return torch.zeros_like(q)
-    lengths = member.sum(dim=1)
-    if int(lengths.max()) > MAX_KEYS_PER_TOKEN:
-        raise ValueError(
-            f"a token attends to {int(lengths.max())} rows; the CPU reference sums at most "
-            f"{MAX_KEYS_PER_TOKEN} exactly. Use a shorter context or a smaller index_topk."
-        )
+    longest = int(member.sum(dim=1).max())
+    assert longest <= MAX_KEYS_PER_TOKEN, longest
     finite = rows.isfinite().all(dim=1)
     poisoned = None
     if not bool(finite.all()):

@@ -11,18 +11,18 @@ from typing import Any
 
 import torch
 
-from sglang_cpu_ref.elementwise import hadamard, rms_norm, softmax
-from sglang_cpu_ref.quantize import fp8_row_scale
+from sglang_cpu_ref.elementwise import hadamard, rms_norm, row_sum, softmax
+from sglang_cpu_ref.quantize import fp8_rows
 from sglang_cpu_ref.rope import rotate_tail
 
 _FLOAT_MIN = torch.finfo(torch.float32).min
-# Compressed rows pooled at a time: 256 windows of 128 rows of 1,024 floats are 128 MiB.
+# Windows pooled at a time: 64 of 128 rows of 1,024 floats are 32 MiB, as are 1,024 of 8 rows.
 _POOL_BLOCK = {4: 1024, 128: 64}
 
 
-def _as_bytes(columns: list[torch.Tensor], dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    """Columns [N] packed row-wise as little-endian integers -> uint8 [N, bytes]."""
-    return torch.stack([c.to(dtype) for c in columns], dim=1).contiguous().view(torch.uint8)
+def _as_bytes(columns: list[torch.Tensor]) -> torch.Tensor:
+    """Columns [N] packed row-wise as little-endian int32 -> uint8 [N, 4 * columns]."""
+    return torch.stack([c.to(torch.int32) for c in columns], dim=1).contiguous().view(torch.uint8)
 
 
 def _ring_row(slot: torch.Tensor, position: torch.Tensor, ring_size: int) -> torch.Tensor:
@@ -47,7 +47,13 @@ def plan_decode(
     ring_size: int,
     use_req_ring: bool = False,
 ) -> Any:
-    """Replaces ``CompressorDecodePlan.generate``: one row per request of the batch."""
+    """Replaces ``CompressorDecodePlan.generate``: a ``CompressorDecodePlan`` of uint8 [batch, 16].
+
+    req_pool_indices, seq_lens: [batch] integers. Per request, as four int32: seq_len, the
+    ring row of its last token, and the state pages (groups of ``compress_ratio`` ring rows)
+    of the group before and of this one. The other arguments address paged state, which is
+    refused, and are not read.
+    """
     from sglang.kernels.ops.attention.dsv4.compress import CompressorDecodePlan
 
     _check_request_ring(compress_ratio, use_req_ring)
@@ -71,7 +77,11 @@ def plan_prefill(
     use_cuda_graph: bool = False,
     use_req_ring: bool = False,
 ) -> Any:
-    """Replaces ``CompressorPrefillPlan.generate``.
+    """Replaces ``CompressorPrefillPlan.generate``: uint8 plans [compressions, 16] and [writes, 8].
+
+    req_pool_indices, seq_lens, extend_lens: [batch] integers. The first plan holds seq_len,
+    row | buffer_len << 16 and two state pages per compressing token, the second (row, ring
+    row) per token to keep. The arguments of paged state and of graphs are not read.
 
     A token compresses if its position ends a group of ``compress_ratio``; the first
     ``buffer_len`` rows of its window lie in the state ring, the rest in this chunk.
@@ -84,6 +94,10 @@ def plan_prefill(
     from sglang.kernels.ops.attention.dsv4.compress import CompressorPrefillPlan
 
     _check_request_ring(compress_ratio, use_req_ring)
+    if num_q_tokens > 1 << 16:
+        raise ValueError(
+            f"{num_q_tokens} tokens in one prefill; a plan row holds 16 bits: lower --chunked-prefill-size"
+        )
     overlap = compress_ratio == 4
     window = compress_ratio * (2 if overlap else 1)
     pad = ring_size - window + 2 if ring_size > window else 0
@@ -189,13 +203,7 @@ def _pool(
         kv, score = kv.masked_fill(first, 0.0), score.masked_fill(first, _FLOAT_MIN)
     else:
         kv, score = rows[..., :head_dim], rows[..., head_dim:]
-    return _weighted_mean(kv, score + ape.float())
-
-
-def _weighted_mean(kv: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
-    from sglang_cpu_ref.elementwise import row_sum
-
-    return row_sum(kv * softmax(score, dim=1), dim=1)
+    return row_sum(kv * softmax(score + ape.float(), dim=1), dim=1)
 
 
 def compress_norm_rope_store(
@@ -210,15 +218,23 @@ def compress_norm_rope_store(
     page_size: int,
     use_fp4: bool = False,
     bf16_store: bool = False,
-    **unsupported: Any,
+    kvcache_scale: torch.Tensor | None = None,
+    rope_cache: tuple[torch.Tensor, torch.Tensor] | None = None,
+    fp4_k_write_metadata: Any = None,
+    layout: Any = "v4",
+    fp8_2buff: bool = False,
+    kvcache_rope: torch.Tensor | None = None,
 ) -> None:
     """Replaces ``compress_norm_rope_store`` for the bf16 rows and the fp8 index keys.
 
     kv: [plan rows, 512 or 128]. out_loc: [T] target slot per token. kvcache: uint8 view
     of the cache, [rows, 1024] bf16 rows (``bf16_store``) or [pages, page_size * 132]
-    index pages (128 e4m3 bytes per key, then one fp32 scale per key).
+    index pages (128 e4m3 bytes per key, then one fp32 scale per key). Writes ``kvcache``;
+    the arguments behind ``bf16_store`` belong to layouts that are refused.
     """
-    if use_fp4 or unsupported.get("fp8_2buff"):
+    other = (kvcache_scale, rope_cache, fp4_k_write_metadata, kvcache_rope)
+    is_v4 = str(getattr(layout, "value", layout)) == "v4"
+    if use_fp4 or fp8_2buff or not is_v4 or any(argument is not None for argument in other):
         raise NotImplementedError("the CPU reference stores bf16 latents and fp8 index keys only")
     columns = plan[1].view(torch.int32).long()
     if plan.is_decode:
@@ -235,11 +251,9 @@ def compress_norm_rope_store(
     if bf16_store:
         kvcache.view(torch.bfloat16).view(-1, value.shape[-1])[target] = value.to(torch.bfloat16)
         return
-    value = hadamard(value)
-    scale = fp8_row_scale(value)
-    codes = (value * (1.0 / scale)).to(torch.float8_e4m3fn).view(torch.uint8)
+    codes, scale = fp8_rows(hadamard(value))
     page, offset = target // page_size, (target % page_size)[:, None]
     width = value.shape[-1]
-    kvcache[page[:, None], offset * width + torch.arange(width)] = codes
+    kvcache[page[:, None], offset * width + torch.arange(width)] = codes.view(torch.uint8)
     scale_at = page_size * width + offset * 4 + torch.arange(4)
     kvcache[page[:, None], scale_at] = scale.contiguous().view(torch.uint8)

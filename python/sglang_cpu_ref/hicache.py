@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 
-def host_register(*args: Any, **kwargs: Any) -> None:
+def leave_unpinned(*args: Any, **kwargs: Any) -> None:
     """Replaces cudaHostRegister and cudaHostUnregister: host memory is the device's memory."""
 
 
@@ -29,7 +29,11 @@ def transfer_kv_direct(
     dst_indices: torch.Tensor,
     page_size: int,
 ) -> None:
-    """Replaces ``sgl_kernel.kvcacheio.transfer_kv_direct``: dst[i] = src[i] for each layer."""
+    """Replaces ``sgl_kernel.kvcacheio.transfer_kv_direct``: copies rows, layer by layer.
+
+    src_layers, dst_layers: one [rows, ...] tensor per layer; indices: [N] rows. Writes
+    ``dst[dst_indices] = src[src_indices]``; ``page_size`` only tunes a GPU.
+    """
     source, target = src_indices.long(), dst_indices.long()
     for src, dst in zip(src_layers, dst_layers, strict=True):
         dst[target] = src[source]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -65,6 +66,9 @@ class Hook(NamedTuple):
 
 
 def _dsv4_backend(runner: Any) -> Any:
+    """The HIP backend, whatever the device, for a context that the kernels can sum."""
+    config = runner.model_config
+    stop_unless(lambda: attention.check_context(config.context_len, config.window_size, config.hf_config.index_topk))
     from sglang.srt.layers.attention.deepseek_v4_backend_hip_radix import DeepseekV4HipRadixBackend
 
     return DeepseekV4HipRadixBackend(runner)
@@ -122,8 +126,8 @@ LEAF_KERNELS = (
     Hook("sglang.kernels.ops.layernorm.mhc_head.fused_hc_head", hyper.fused_hc_head),
     Hook("sglang.kernels.ops.activation.silu_and_mul_clamp.silu_and_mul_clamp", moe.silu_and_mul_clamp),
     Hook("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", moe.moe_forward),
-    Hook(f"{_POOL_HOST}.common._cuda_host_register", hicache.host_register),
-    Hook(f"{_POOL_HOST}.common._cuda_host_unregister", hicache.host_register),
+    Hook(f"{_POOL_HOST}.common._cuda_host_register", hicache.leave_unpinned),
+    Hook(f"{_POOL_HOST}.common._cuda_host_unregister", hicache.leave_unpinned),
     Hook(f"{_POOL_HOST}.base.HostKVCache.__init__", hicache.init_without_pinning, around=True),
     Hook(f"{_SRT_MEM}.memory_pool_host.DeepSeekV4PagedHostPool.__init__", hicache.init_without_pinning, around=True),
     Hook(f"{_SRT_MEM}.memory_pool_host.DeepSeekV4StateHostPool.__init__", hicache.init_without_pinning, around=True),
@@ -193,6 +197,14 @@ def require_attached() -> None:
             "SGLANG_PLATFORM=cpu_ref is set but its kernels are not attached. If SGLANG_PLUGINS is "
             f"set (it is {os.environ.get('SGLANG_PLUGINS', '')!r}), add cpu_ref to it."
         )
+
+
+def stop_unless(check: Callable[[], None]) -> None:
+    """End the process with the message of a failed check, without a traceback."""
+    try:
+        check()
+    except (NotAttachedError, ValueError) as error:
+        sys.exit(f"SGLANG_PLATFORM=cpu_ref cannot start: {error}")
 
 
 def add_rope_tables(model: torch.nn.Module) -> None:

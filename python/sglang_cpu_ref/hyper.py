@@ -36,22 +36,12 @@ def split_sinkhorn(
     gates = (powers[:, : 2 * n] + 1.0).reciprocal_()
     pre, post = gates[:, :n] + eps, gates[:, n:] * post_mult
     comb = powers[:, 2 * n :].reshape(-1, n, n)
-    comb = (comb / _total(comb, 2)).add_(eps)
-    comb.div_(_total(comb, 1).add_(eps))
+    comb = (comb / row_sum(comb, 2, keepdim=True)).add_(eps)
+    comb.div_(row_sum(comb, 1, keepdim=True).add_(eps))
     for _ in range(iterations - 1):
-        comb.div_(_total(comb, 2).add_(eps))
-        comb.div_(_total(comb, 1).add_(eps))
+        comb.div_(row_sum(comb, 2, keepdim=True).add_(eps))
+        comb.div_(row_sum(comb, 1, keepdim=True).add_(eps))
     return pre, post, comb
-
-
-def _total(comb: torch.Tensor, dim: int) -> torch.Tensor:
-    """``row_sum`` with the dimension kept, for the many sums of few streams."""
-    while comb.shape[dim] > 1:
-        half = comb.shape[dim] // 2
-        if comb.shape[dim] % 2:
-            return row_sum(comb, dim).unsqueeze(dim)
-        comb = comb.narrow(dim, 0, half) + comb.narrow(dim, half, half)
-    return comb
 
 
 def _normed_mixes(x: torch.Tensor, fn: torch.Tensor, eps: float) -> torch.Tensor:

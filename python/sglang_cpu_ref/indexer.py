@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from sglang_cpu_ref.elementwise import row_sum
-from sglang_cpu_ref.exact import grid_product, operand_bits, to_grid
+from sglang_cpu_ref.exact import grid_product
 
 _KEYS_PER_PAGE = 64
 # Query rows taken at a time: bounds the gathered keys of a long prefill.
@@ -29,7 +29,7 @@ def fp8_paged_mqa_logits(
     q_fp8: [N, 1, H, 128]; kvcache_fp8: [pages, 64, 1, 132] (128 e4m3 codes per key, all
     keys first, then one fp32 scale per key); weight: fp32 [N, H]; seq_lens: [N] compressed
     lengths; page_table: [N, pages per row]. Returns fp32 [N, max_seq_len], 0 beyond a
-    row's length. Products of e4m3 codes are exact in any order.
+    row's length.
     """
     rows, _, heads, dim = q_fp8.shape
     logits = torch.zeros((rows, max_seq_len), dtype=torch.float32)
@@ -44,8 +44,9 @@ def fp8_paged_mqa_logits(
             if length == 0:
                 continue
             keys, scales = _keys(flat, tables[k], length, dim)
-            q = q_fp8[mine, 0].float().reshape(-1, dim)
-            dots = _exact_dots(q, keys).view(-1, heads, length).clamp_min(0.0)
+            q = q_fp8[mine, 0].double().reshape(-1, dim)
+            # e4m3 codes are multiples of 2**-9 up to 448: a sum of 128 products is exact.
+            dots = grid_product(q, keys.t()).float().view(-1, heads, length).clamp_min(0.0)
             scores = row_sum(dots * weight[mine].unsqueeze(-1), dim=1) * scales
             beyond = torch.arange(length) >= seq_lens[mine].unsqueeze(1)
             logits[mine, :length] = scores.masked_fill_(beyond, 0.0)
@@ -53,18 +54,13 @@ def fp8_paged_mqa_logits(
 
 
 def _keys(flat: torch.Tensor, pages: torch.Tensor, length: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first ``length`` keys of a page list: codes as fp32 [length, dim], scales [length]."""
+    """The first ``length`` keys of a page list: codes as float64 [length, dim], scales fp32 [length]."""
     used = pages[: (length + _KEYS_PER_PAGE - 1) // _KEYS_PER_PAGE].clamp_min(0).long()
     data = flat[used]
     split = _KEYS_PER_PAGE * dim
     codes = data[:, :split].contiguous().view(torch.float8_e4m3fn).reshape(-1, dim)
     scales = data[:, split:].contiguous().view(torch.float32).reshape(-1)
-    return codes[:length].float(), scales[:length]
-
-
-def _exact_dots(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    bits = operand_bits(q.shape[1])
-    return grid_product(to_grid(q, bits), to_grid(keys, bits).t()).float()
+    return codes[:length].double(), scales[:length]
 
 
 def topk_transform(
@@ -78,7 +74,7 @@ def topk_transform(
     """Replaces ``topk_transform_paged``: the best rows of each query, ascending.
 
     scores: [N, width]; seq_lens: [N]; page_tables: [N, pages]. Writes ``out_page_indices``
-    [N, topk]: ``page * page_size + offset``, -1 padded, and the positions themselves into
+    int32 [N, topk]: ``page * page_size + offset``, -1 padded, and the positions themselves into
     ``out_raw_indices``. Equal scores: the earlier row wins, whatever ``width`` is. (relu
     makes many scores exactly 0, and ``torch.topk`` breaks ties by the width.)
     """

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,14 +35,6 @@ def _require_supported(server_args: Any) -> None:
             raise ValueError(f"{flag} is {found!r}; the CPU platform serves {only!r} only. Remove the flag.")
 
 
-def _stop_unless(check: Callable[[], None]) -> None:
-    """End the process with the message of a failed check, without a traceback."""
-    try:
-        check()
-    except (hooks.NotAttachedError, ValueError) as error:
-        sys.exit(f"SGLANG_PLATFORM=cpu_ref cannot start: {error}")
-
-
 class CpuRefPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
     """A CPU that runs DeepSeek-V4 on the unified_kv path with reference leaf kernels."""
 
@@ -53,7 +43,7 @@ class CpuRefPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
 
     def get_device(self, device_id: int = 0) -> torch.device:
         """SGLang asks here before it reads any argument if the plugin was not loaded."""
-        _stop_unless(hooks.require_attached)
+        hooks.stop_unless(hooks.require_attached)
         return torch.device("cpu")
 
     def is_pin_memory_available(self, device: object = None) -> bool:
@@ -67,9 +57,12 @@ class CpuRefPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """Defaults of the platform, after a check of what it cannot serve."""
-        _stop_unless(hooks.require_attached)
-        _stop_unless(lambda: _require_supported(server_args))
+        hooks.stop_unless(hooks.require_attached)
+        hooks.stop_unless(lambda: _require_supported(server_args))
         server_args.attention_backend = server_args.attention_backend or "dsv4"
+        if server_args.enable_hierarchical_cache and server_args.hicache_io_backend == "kernel":
+            # SGLang's default is a GPU kernel; ``direct`` moves the same bytes.
+            server_args.hicache_io_backend = "direct"
         # An idle scheduler polls, and takes one of two cores from whoever works.
         server_args.sleep_on_idle = True
         if server_args.max_total_tokens is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from sglang_cpu_ref.elementwise import hadamard, rms_norm
-from sglang_cpu_ref.quantize import fp8_row_scale
+from sglang_cpu_ref.quantize import fp8_rows
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -88,15 +88,19 @@ def fused_qk_norm_rope_swa_store(
     dtype: torch.dtype = torch.bfloat16,
     bf16_store: bool = False,
     fp8_2buff: bool = False,
-    **unused: object,
+    swa_rope_cache: torch.Tensor | None = None,
+    k_nope_out: torch.Tensor | None = None,
+    k_rope_out: torch.Tensor | None = None,
+    q_rope_out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Replaces the fused decode kernel: norms and rotates q and kv, stores kv in the ring.
 
     q: [T, H * 512]; kv: [T, 512], also normed and rotated in place; swa_cache [rows, 512]
     at rows ``swa_loc`` [T] (None: no store, as for target-verify). Returns q [T, H, 512],
-    which is ``q_out`` if that is given.
+    which is ``q_out`` if that is given. The other buffers belong to the fp8 layout.
     """
-    if fp8_2buff or not bf16_store:
+    packed = (swa_rope_cache, k_nope_out, k_rope_out, q_rope_out)
+    if fp8_2buff or not bf16_store or any(buffer is not None for buffer in packed):
         raise NotImplementedError("the CPU reference keeps bf16 ring rows: unset SGLANG_DSV4_UNIFIED_KV_FP8")
     tokens, dim = kv.shape
     at = positions[:tokens].long()
@@ -125,7 +129,5 @@ def fused_q_indexer_rope_hadamard_quant(
     q_input: [T, H, 128]; weight: [T, H]. Returns (e4m3 [T, H, 128], fp32 [T, H, 1]): the
     weight carries the query's scale.
     """
-    q = hadamard(rotate_tail(q_input, freqs_cis, positions))
-    scale = fp8_row_scale(q)
-    codes = (q * (1.0 / scale)).to(torch.float8_e4m3fn)
+    codes, scale = fp8_rows(hadamard(rotate_tail(q_input, freqs_cis, positions)))
     return codes, weight.float().unsqueeze(-1) * weight_scale * scale

@@ -2,7 +2,8 @@
 
     python -m sglang_cpu_ref.tiny_checkpoint DIR [--seed 0]
 
-The weights are drawn from a seed, so two machines make the same bytes. Sizes that
+The weights are drawn from a seed, so two machines with the same vector instructions make
+the same bytes. Sizes that
 upstream's kernels fix (head dim 512, window 128, index head dim 128, top-k 512) are
 kept; the others are small.
 """

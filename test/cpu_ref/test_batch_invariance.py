@@ -44,7 +44,10 @@ def _left_behind(tiny: TinyRun, sequence, logits: torch.Tensor) -> dict[str, tor
         out[f"ring.{layer}"] = rows.clone()
     # The state ring is read back from the last whole group on: older rows may be overwritten.
     start = max(0, length // 4 * 4 - 4)
-    out |= {f"state.{k}": v.clone() for k, v in tiny.state_rows(sequence, range(start, length)).items()}
+    states = tiny.state_rows(sequence, range(start, length))
+    # Of c128, the rows that wait for the end of their group.
+    states |= tiny.state_rows(sequence, range(length // 128 * 128, length), ratio=128)
+    out |= {f"state.{k}": v.clone() for k, v in states.items()}
     out |= {k: v.clone() for k, v in tiny.compressed_rows(sequence, length).items()}
     return out
 
@@ -115,6 +118,14 @@ def test_any_way_of_computing_a_sequence_gives_the_same_bits(tiny, length, cuts,
 def test_contexts_beyond_the_index_top_k(tiny, cuts, decoded, company):
     """2,300 tokens are 575 compressed rows: the indexer chooses 512 of them."""
     _run(tiny, cuts, 2300, decoded, company)
+
+
+def test_the_comparison_covers_every_kind_of_row(tiny):
+    assert {name.split(".")[0] for name in _reference(tiny, 300)} == {
+        *("logits", "ring", "state", "c4", "c128", "index_key")
+    }
+    states = {name: rows.shape[0] for name, rows in _reference(tiny, 300).items() if name.startswith("state")}
+    assert states == {"state.c4.1": 4, "state.c4.3": 4, "state.index.1": 4, "state.index.3": 4, "state.c128.2": 44}
 
 
 def test_the_comparison_sees_a_single_changed_row(tiny):

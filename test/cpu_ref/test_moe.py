@@ -1,4 +1,4 @@
-"""Experts: against upstream's torch path and a float64 formula, and invariant."""
+"""Experts: against a float64 formula, and a row's bits do not depend on the others."""
 
 from __future__ import annotations
 

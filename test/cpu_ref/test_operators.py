@@ -6,6 +6,8 @@ and those that ``sglang_cpu_ref`` replaces. A forward is watched, operator by op
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -76,6 +78,26 @@ def test_the_watch_sees_the_model(watched):
     assert {"mm", "bmm", "softplus", "embedding", "sqrt"} <= watched
 
 
+def test_the_replacements_run_only_invariant_operators():
+    """The model's watch sees a replaced operator, not what its kernel is made of."""
+    x, w = torch.randn(6, 24, generator=torch.Generator().manual_seed(1)), torch.ones(24, 5)
+    arguments = {
+        "mm": (x, w),
+        "addmm": (x[:, :5], x, w),
+        "bmm": (x[None], w[None]),
+        "mean.dim": (x, [1]),
+        "sum.dim_IntList": (x, [0, 1]),
+        "_softmax": (x, 1, False),
+        "_log_softmax": (x, 1, False),
+        **dict.fromkeys(("rsqrt", "softplus", "sigmoid", "silu"), (x,)),
+    }
+    assert arguments.keys() == aten.OVERRIDES.keys()
+    for name, values in arguments.items():
+        with _Watch() as watch:
+            aten.OVERRIDES[name](*values)
+        assert watch.names - _ALLOWED == set(), name
+
+
 def test_no_triton_kernel_is_launched(monkeypatch):
     """The interpreter is on for the oracles; the model must not come by it."""
     from triton.runtime.interpreter import InterpretedFunction
@@ -123,8 +145,50 @@ def test_integer_operators_keep_torch_kernels():
     assert x.sum(1).tolist() == [6, 22, 38] and (x > 5).sum(0).tolist() == [1, 1, 2, 2]
 
 
-def test_a_weight_updated_in_place_is_noticed():
-    x, w = torch.ones(1, 16), torch.ones(16, 8)
-    assert (x @ w)[0, 0] == 16
-    w.data[0, 0] = 2.0
-    assert (x @ w)[0, 0] == 17
+_VALUES = [-3.25, 0.1, 0.7]
+
+
+@pytest.mark.parametrize(
+    ("operator", "expected"),
+    [
+        (torch.sigmoid, [1 / (1 + math.exp(-v)) for v in _VALUES]),
+        (torch.nn.functional.silu, [v / (1 + math.exp(-v)) for v in _VALUES]),
+        (torch.nn.functional.softplus, [math.log1p(math.exp(v)) for v in _VALUES]),
+        (lambda x: x.softmax(0), [math.exp(v) / sum(map(math.exp, _VALUES)) for v in _VALUES]),
+        (lambda x: x.log_softmax(0), [v - math.log(sum(map(math.exp, _VALUES))) for v in _VALUES]),
+        (lambda x: (x * x).rsqrt(), [1 / abs(v) for v in _VALUES]),
+        (lambda x: x.mean(0, keepdim=True), [sum(_VALUES) / 3]),
+        (lambda x: x.sum(0, keepdim=True), [sum(_VALUES)]),
+        (lambda x: (x[None] @ x[:, None])[0], [sum(v * v for v in _VALUES)]),
+    ],
+    ids=["sigmoid", "silu", "softplus", "softmax", "log_softmax", "rsqrt", "mean", "sum", "mm"],
+)
+def test_float64_keeps_its_precision(operator, expected):
+    """The replacements compute in float32; a float64 tensor must not come by them."""
+    found = operator(torch.tensor(_VALUES, dtype=torch.float64))
+    assert found.dtype == torch.float64
+    assert found.tolist() == pytest.approx(expected, rel=1e-14, abs=0)
+
+
+def test_empty_operands():
+    assert torch.zeros(0, 3).mean(1).shape == (0,)
+    assert torch.zeros(0, 3).sum(0).tolist() == [0, 0, 0]
+    assert torch.zeros(0, 4).softmax(-1).shape == (0, 4)
+    assert torch.bmm(torch.zeros(0, 2, 3), torch.zeros(0, 3, 5)).shape == (0, 2, 5)
+    assert (torch.zeros(0, 3) @ torch.ones(3, 5)).shape == (0, 5)
+
+
+@pytest.mark.parametrize(
+    "update",
+    [lambda w: w[0, 0].add_(1), lambda w: w.copy_(w.flip(0)), lambda w: w[:, [0, 1]].copy_(w[:, [1, 0]].clone())],
+    ids=["one value", "rows swapped", "columns swapped"],
+)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_weight_updated_in_place_is_noticed(update, transposed):
+    """The slices of a weight are kept; new bytes at the same address are another weight."""
+    x = torch.arange(1.0, 17.0)[None]
+    w = torch.randint(-9, 10, (8, 16), generator=torch.Generator().manual_seed(3)).float()
+    w = w.t() if transposed else w.t().contiguous()
+    _ = x @ w
+    update(w)
+    assert torch.equal((x @ w)[0], (x[0, :, None] * w).sum(0))

@@ -6,8 +6,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from sglang_cpu_ref import attention
 
 _LOAD = "from sglang.srt.plugins import load_plugins; load_plugins()\n"
 
@@ -80,11 +83,39 @@ def _launch(checkpoint: Path, *arguments: str, **environment: str) -> subprocess
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "flag"),
+    [
+        ("tp_size", 2, "--tp-size is 2"),
+        ("pp_size", 2, "--pp-size is 2"),
+        ("dp_size", 2, "--dp-size is 2"),
+        ("speculative_algorithm", "EAGLE", "--speculative-algorithm is 'EAGLE'"),
+        ("quantization", "fp8", "--quantization is 'fp8'"),
+        ("disaggregation_mode", "decode", "--disaggregation-mode is 'decode'"),
+    ],
+)
+def test_every_argument_that_cannot_be_served_is_refused(name, value, flag):
+    import sglang.srt.utils.common  # noqa: F401  (upstream's own imports go in a circle otherwise)
+
+    from sglang_cpu_ref import platform
+
+    supported = SimpleNamespace(**platform._ONLY)
+    platform._require_supported(supported)
+    with pytest.raises(ValueError, match=flag):
+        platform._require_supported(SimpleNamespace(**{**platform._ONLY, name: value}))
+
+
+def test_a_context_that_cannot_be_summed_is_refused():
+    """128 + max(512, context / 128) rows, at most 4,096: a context of 507,904 tokens."""
+    attention.check_context(context_len=507_904, window=128, index_topk=512)
+    with pytest.raises(ValueError, match=r"4097 rows.*Start with --context-length 507904"):
+        attention.check_context(context_len=508_032, window=128, index_topk=512)
+
+
+@pytest.mark.parametrize(
     ("arguments", "environment", "words"),
     [
         ((), {"SGLANG_PLUGINS": "another_plugin"}, "add cpu_ref to it"),
         (("--tp-size", "2"), {}, "--tp-size is 2"),
-        (("--speculative-algorithm", "EAGLE"), {}, "--speculative-algorithm is 'EAGLE'"),
     ],
 )
 def test_the_server_says_what_it_cannot_do(checkpoint, arguments, environment, words):
@@ -92,3 +123,11 @@ def test_the_server_says_what_it_cannot_do(checkpoint, arguments, environment, w
     assert result.returncode != 0
     assert words in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_the_server_refuses_a_context_that_cannot_be_summed(checkpoint):
+    """The backend's process says so, when it knows the model; SGLang's parent process then ends too."""
+    longer = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+    result = _launch(checkpoint, "--context-length", "600000", **longer)
+    assert result.returncode != 0
+    assert "SGLANG_PLATFORM=cpu_ref cannot start" in result.stderr and "--context-length 507904" in result.stderr

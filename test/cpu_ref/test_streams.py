@@ -59,13 +59,18 @@ def test_prefill_indices(batch, ratio, ring):
         # Upstream's index buffers are allocated for the widest case; the lists end at indptr.
         used = theirs if indptr is None else theirs[: int(indptr[-1])]
         assert torch.equal(mine.to(theirs.dtype), used)
-    # A prefix list is ring rows and then compressed rows: check the kernel's order by hand once.
     assert found[1].tolist()[-1] == found[0].shape[0]
 
 
-def test_prefill_indices_worked_example():
+@pytest.mark.parametrize(("ratio", "compressed"), [(0, []), (4, [20, 13])])
+def test_prefill_indices_worked_example(ratio, compressed):
+    """Position 7 of slot 1, in a chunk from 6 on whose rows begin at 10; window 4, ring rows 8 in all.
+
+    Positions 4 and 5 are in the ring (rows 4 + 0, 4 + 1), then come the chosen compressed
+    rows, behind the 8 ring rows; 6 and 7 are rows 10 and 11 of this chunk.
+    """
     out = streams.build_prefill_indices(
-        compress_ratio=0,
+        compress_ratio=ratio,
         state_slot=torch.tensor([1]),
         positions=torch.tensor([7]),
         chunk_start=torch.tensor([6]),
@@ -74,9 +79,10 @@ def test_prefill_indices_worked_example():
         ring_stride=4,
         swa_pages=8,
         c128_page_indices=None,
-        c4_sparse_page_indices=None,
+        c4_sparse_page_indices=torch.tensor([[12, 5, -1]], dtype=torch.int32),
     )
-    assert [part.tolist() for part in out] == [[4, 5], [0, 2], [10, 11], [0, 2]]
+    prefix = [4, 5, *compressed]
+    assert [part.tolist() for part in out] == [prefix, [0, len(prefix)], [10, 11], [0, 2]]
 
 
 @settings(max_examples=12, deadline=None)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import unittest.mock
 
-DECODE_HOOKS = ("capture_swa_windows_decode", "capture_compress_state_windows_decode")
-
 
 class Recorder:
     """Puts recording hooks onto the live backend, its pool and the stand-in cache.
@@ -14,7 +12,7 @@ class Recorder:
     layers (decode) at each capture. flat: the rows that each prefill capture was given.
     """
 
-    def __init__(self, run, stack):
+    def __init__(self, run, stack, decode_hooks):
         from sglang.benchmark import one_batch
         from sglang.kernels.ops.kvcache import dsv4_unified_kv_store
 
@@ -25,7 +23,7 @@ class Recorder:
             stack.enterContext(unittest.mock.patch.object(owner, name, replacement))
 
         patch(backend, "capture_swa_windows", self.prefill)
-        for name in DECODE_HOOKS:
+        for name in decode_hooks:
             patch(backend, name, self.decode(name))
         patch(one_batch.TreeCacheNamespace, "restore_swa_windows", self.restore)
         store = dsv4_unified_kv_store.store_swa_into_unified

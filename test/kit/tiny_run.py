@@ -103,12 +103,13 @@ class TinyRun:
         rows = torch.tensor([sequence.slot * ring + p % ring for p in positions])
         return [buffer[rows] for buffer in pool.unified_kv_pool.kv_buffer]
 
-    def state_rows(self, sequence: Sequence, positions: range) -> dict[str, torch.Tensor]:
-        """c4 and c4-indexer state rows of ``positions``, by "kind.layer"."""
+    def state_rows(self, sequence: Sequence, positions: range, ratio: int = 4) -> dict[str, torch.Tensor]:
+        """State rows of ``positions`` of the compressors and indexers of ``ratio``, by "kind.layer"."""
         out = {}
-        for kind, pools in (("c4", self.pool.compress_state_pools), ("index", self.pool.indexer_compress_state_pools)):
+        compressors, indexers = self.pool.compress_state_pools, self.pool.indexer_compress_state_pools
+        for kind, pools in ((f"c{ratio}", compressors), ("index", indexers)):
             for layer, pool in enumerate(pools):
-                if pool is None or pool.ratio != 4:
+                if pool is None or pool.ratio != ratio:
                     continue
                 rows = [sequence.slot * pool.ring_size + p % pool.ring_size for p in positions]
                 out[f"{kind}.{layer}"] = pool.kv_score_buffer.kv_score[rows]
