@@ -112,10 +112,17 @@ def forget_lost_checkouts() -> None:
 def apply_series(environment: Path) -> None:
     """Bring the series as it stands in the checkout onto the environment's SGLang."""
     tool = environment / "bin/sglang-bitexact"
-    current = subprocess.run([tool, "apply", "--link"], capture_output=True, text=True)
-    if current.returncode != 0:
-        run(tool, "revert")
-        run(tool, "apply", "--link")
+    with exclusive(environment.name):
+        first = subprocess.run([tool, "apply", "--link"], capture_output=True, text=True)
+        if first.returncode == 0:
+            return
+        # The series was edited since it was applied, or an apply was killed.
+        try:
+            run(tool, "revert")
+            run(tool, "apply", "--link")
+        except subprocess.CalledProcessError:
+            say(first.stderr.strip())
+            raise
 
 
 def write_lock() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from ast_grep_py import SgRoot
+from ast_grep_py import SgNode, SgRoot
 
 from sglang_bitexact.edits import Anchor, Edit
-from sglang_bitexact.rewrite import find_anchor
+from sglang_bitexact.rewrite import definitions, find_anchor
 from sglang_bitexact.series import Series
 from sglang_bitexact.upstream import Wheel
 
@@ -51,22 +51,32 @@ def _find(wheel: Wheel, target: str, number: int, edit: Edit) -> Finding:
 
 
 def _lines(wheel: Wheel, target: str, anchor: Anchor) -> list[int]:
-    if target not in wheel.names:
-        return []
-    root = SgRoot(wheel.read(target).decode(), "python").root()
-    return [node.range().start.line + 1 for node in find_anchor(root, anchor)]
+    root = _parse(wheel, target)
+    return [] if root is None else [_line(node) for node in find_anchor(root, anchor)]
+
+
+def _parse(wheel: Wheel, name: str) -> SgNode | None:
+    return SgRoot(wheel.read(name).decode(), "python").root() if name in wheel.names else None
+
+
+def _line(node: SgNode) -> int:
+    return node.range().start.line + 1
 
 
 def _elsewhere(wheel: Wheel, target: str, anchor: Anchor) -> Iterator[str]:
-    """Where the innermost part of the anchor is found: in this file, then in any other.
+    """Places that look like the anchor.
 
-    A class that moved is told by its name in the text, so that only files which have the
-    name are parsed.
+    In its own file: the pattern anywhere, or a function of the name in any class. In
+    another file: the whole anchor; only files that hold its name are parsed.
     """
-    innermost = anchor.model_copy(update={"class_": None, **({"function": None} if anchor.pattern else {})})
-    if anchor.pattern or (anchor.class_ and anchor.function):
-        for line in _lines(wheel, target, innermost):
-            yield f"{target}:{line}"
+    root = _parse(wheel, target)
+    similar: list[SgNode] = []
+    if root is not None and anchor.pattern:
+        similar = root.find_all(pattern=anchor.pattern)
+    elif root is not None and anchor.function:
+        similar = definitions(root, "function_definition", anchor.function)
+    for node in similar:
+        yield f"{target}:{_line(node)}"
     needle = (anchor.class_ or anchor.function or "").encode()
     if not needle:
         return

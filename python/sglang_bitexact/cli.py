@@ -35,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader went away (`... | head`); there is nobody left to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _OK
-    except BitexactError as error:
+    except (BitexactError, OSError, ImportError) as error:
+        # requests' exceptions are OSErrors; ImportError: `demo` without the CPU environment.
         if args.json:
             print(json.dumps({"error": str(error)}))
         else:
@@ -56,10 +57,13 @@ def _parser() -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text)
         sub.set_defaults(run=run)
         sub.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-        sub.add_argument("--series", type=Path, help="directory of the series (default: this installation's)")
         return sub
 
+    def series(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("--series", type=Path, help="directory of the series (default: this installation's)")
+
     def through(sub: argparse.ArgumentParser) -> None:
+        series(sub)
         sub.add_argument("--through", type=int, metavar="PART", help="parts 1 to PART only (default: all)")
 
     def tree(sub: argparse.ArgumentParser) -> None:
@@ -78,8 +82,10 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("status", _status, "Say whether the series is applied, and whether its files are intact.")
     tree(sub)
     sub = command("check", _check, "Say whether every edit still anchors in an SGLang release.")
+    series(sub)
     sub.add_argument("--sglang", default=PINNED_VERSION, metavar="VERSION", help=f"default: {PINNED_VERSION}")
     sub = command("demo", _demo, "Run the real server on a CPU and compare cache hits with cold runs.")
+    series(sub)
     sub.add_argument("--out", type=Path, default=Path("build/demo"), help="emptied first (default: build/demo)")
     sub = command("serve", _serve, "Serve the tiny checkpoint on a CPU until interrupted.")
     sub.add_argument("--out", type=Path, default=Path("build/serve"), help="checkpoint and log (default: build/serve)")
@@ -143,7 +149,7 @@ def _table(version: str, findings: list[Finding]) -> Table:
 def _demo(args: argparse.Namespace) -> int:
     from sglang_bitexact.demo.run import print_report, run_demo
 
-    content = run_demo(args.out)
+    content = run_demo(_series(args), args.out)
     if args.json:
         print(json.dumps(content))
     else:
@@ -154,7 +160,7 @@ def _demo(args: argparse.Namespace) -> int:
 def _serve(args: argparse.Namespace) -> int:
     from sglang_bitexact.demo.run import serve
 
-    return serve(args.out, args.port, args.arguments)
+    return serve(args.out, args.port, args.arguments, as_json=args.json)
 
 
 def _report(args: argparse.Namespace, data: dict[str, Any], text: str) -> None:

@@ -97,11 +97,13 @@ class State:
 
 
 def replace_file(path: Path, data: bytes, like: Path | None = None) -> None:
-    """Write ``path`` at once; with the mode and times of ``like`` if given."""
+    """Write ``path`` at once; with the mode and times of ``like`` if given, else with its own mode."""
     partial = partial_name(path)
     partial.write_bytes(data)
     if like is not None:
         shutil.copystat(like, partial)
+    elif path.exists():
+        shutil.copymode(path, partial)
     _sync(partial)
     os.replace(partial, path)
 

@@ -51,7 +51,7 @@ def apply(tree: Tree, series: Series, through: int, *, link: bool = False) -> St
     """
     before = status(tree)
     if before.condition != "not applied":
-        if before.condition == "applied" and before.through == through and _is_current(tree, series, through):
+        if before.condition == "applied" and before.through == through and _is_current(tree, series, through, link):
             return before
         raise BitexactError(
             f"{tree.root} is in state {before.condition!r} (parts 1 to {before.through}). "
@@ -99,7 +99,8 @@ def revert(tree: Tree, *, force: bool = False) -> Status:
     if journal is None:
         state.clean()
         return status(tree)
-    changed = status(tree).changed
+    # A link whose target is gone holds nothing that could be lost.
+    changed = [name for name in status(tree).changed if not (tree.root / name).is_symlink()]
     if changed and not force:
         raise BitexactError(
             f"these files were changed after `apply`: {', '.join(changed)}. "
@@ -147,16 +148,19 @@ def _digest(tree: Tree, name: str) -> str | None:
 
 def _differing(tree: Tree, journal: Journal, expected: Callable[[File], set[str | None]]) -> tuple[str, ...]:
     """Names of files whose digest is none of ``expected(file)``; a linked file may be edited."""
+
+    def may_differ(path: Path) -> bool:
+        return journal.linked and path.is_symlink() and path.exists()
+
     return tuple(
         file.name
         for file in journal.files
-        if not (journal.linked and (tree.root / file.name).is_symlink())
-        and _digest(tree, file.name) not in expected(file)
+        if not may_differ(tree.root / file.name) and _digest(tree, file.name) not in expected(file)
     )
 
 
-def _is_current(tree: Tree, series: Series, through: int) -> bool:
-    """Whether the applied files are those that the series would write today."""
+def _is_current(tree: Tree, series: Series, through: int, link: bool) -> bool:
+    """Whether the applied files are those that the series would write, or link, today."""
     state = State(tree.root)
     journal = state.load()
     assert journal is not None
@@ -168,9 +172,15 @@ def _is_current(tree: Tree, series: Series, through: int) -> bool:
     plan = make_plan(series, through, original, lambda name: False, tree.version)
     planned = {name: sha256(data) for name, data in {**plan.edited, **plan.added}.items()}
     applied = {file.name: file.after for file in journal.files if file.name != tree.record}
-    if journal.linked:
-        return planned.keys() == applied.keys() and all(applied[n] == planned[n] for n in plan.edited)
-    return planned == applied
+    if not link:
+        return not journal.linked and planned == applied
+    links = {name: path.resolve() for name, path in series.new_files(through).items()}
+    return (
+        journal.linked
+        and planned.keys() == applied.keys()
+        and all(applied[name] == planned[name] for name in plan.edited)
+        and all((tree.root / name).resolve() == source for name, source in links.items())
+    )
 
 
 def _updated_record(tree: Tree, plan: Plan) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -28,8 +29,9 @@ def apply_edits(source: str, edits: Sequence[Edit], target: str, version: str) -
     """``source`` with all ``edits`` applied; they are resolved against ``source`` itself.
 
     Raises:
-        BitexactError: an anchor does not match exactly once, or two edits overlap. It names
-            the file, the part, the edit, the number of matches and the SGLang version.
+        BitexactError: an anchor does not match exactly once, two edits overlap, or the result
+            does not parse. It names the file, the part, the edit, the number of matches and
+            the SGLang version.
     """
     root = SgRoot(source, "python").root()
     changes: list[_Change] = []
@@ -41,19 +43,45 @@ def apply_edits(source: str, edits: Sequence[Edit], target: str, version: str) -
                 f"{len(matches)} times in sglang {version}, expected once. Purpose: {edit.why}"
             )
         changes.append(_change(source, matches[0], edit))
-    return _apply(source, changes, target)
+    edited = _apply(source, changes, target)
+    error = _syntax_error(edited)
+    if error is not None:
+        raise BitexactError(
+            f"{target} is no Python after its edits: line {error.lineno}: {error.msg}. "
+            f"{_guilty(source, changes, edits)}"
+        )
+    return edited
+
+
+def _syntax_error(source: str) -> SyntaxError | None:
+    """What Python has against ``source``; compiled, because a parser alone lets doubled names pass."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            compile(source, "edited", "exec", dont_inherit=True)
+        except SyntaxError as error:
+            return error
+    return None
+
+
+def _guilty(source: str, changes: Sequence[_Change], edits: Sequence[Edit]) -> str:
+    """Which edit breaks the file alone."""
+    for number, (change, edit) in enumerate(zip(changes, edits, strict=True), start=1):
+        if _syntax_error(_apply(source, [change], "")):
+            return f"Part {edit.part}, edit {number} ({edit.do} at {edit.at}) breaks it: check its text."
+    return "No edit breaks it alone, together they do: check what they insert at one place."
 
 
 def find_anchor(root: SgNode, anchor: Anchor) -> list[SgNode]:
     """Nodes that the anchor means: pattern matches, or else the definition itself."""
     scopes = [root]
     if anchor.class_ is not None:
-        scopes = _definitions(root, "class_definition", anchor.class_)
+        scopes = definitions(root, "class_definition", anchor.class_)
     if anchor.function is not None:
         scopes = [
             function
             for scope in scopes
-            for function in _definitions(scope, "function_definition", anchor.function)
+            for function in definitions(scope, "function_definition", anchor.function)
             if _owner(function) == (None if scope is root else scope)
         ]
     if anchor.pattern is None:
@@ -61,7 +89,8 @@ def find_anchor(root: SgNode, anchor: Anchor) -> list[SgNode]:
     return [match for scope in scopes for match in scope.find_all(pattern=anchor.pattern)]
 
 
-def _definitions(scope: SgNode, kind: str, name: str) -> list[SgNode]:
+def definitions(scope: SgNode, kind: str, name: str) -> list[SgNode]:
+    """Definitions of ``kind`` (tree-sitter's word) with ``name``, at any depth below ``scope``."""
     return list(scope.find_all(kind=kind, has={"field": "name", "regex": f"^{re.escape(name)}$"}))
 
 

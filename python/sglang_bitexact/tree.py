@@ -81,5 +81,7 @@ class Tree:
 def _installed() -> Path:
     spec = importlib.util.find_spec("sglang")
     if spec is None or spec.origin is None:
-        raise BitexactError("no sglang is installed for this Python: install sglang==0.5.23, or pass --tree PATH")
+        raise BitexactError(
+            f"no sglang is installed for this Python: install sglang=={PINNED_VERSION}, or pass --tree PATH"
+        )
     return Path(spec.origin).parent.parent

@@ -58,7 +58,7 @@ class Wheel:
         return self._archive.read(name)
 
     def unpack(self, directory: Path) -> None:
-        """Extract everything below ``directory``, with the modes that pip would set."""
+        """Extract everything below ``directory``, with the default modes of new files."""
         self._archive.extractall(directory)
 
 

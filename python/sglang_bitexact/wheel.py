@@ -80,7 +80,7 @@ def _version_module(source: bytes, version: str, local: str) -> bytes:
 
 
 def manifest(plan: Plan, version: str) -> bytes:
-    """``bitexact.json``: what was changed, for people and for ``doctor``."""
+    """``bitexact.json``: what was changed, for whoever meets the installed wheel."""
     content = {
         "sglang": version,
         "through": plan.through,

@@ -7,6 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import requests
 
 from kit.toy_series import CACHE_SOURCE, LOOP_SOURCE, make_series
 from sglang_bitexact import cli
@@ -49,6 +50,17 @@ def test_moved_within_the_file_and_to_another(tmp_path):
     ]
 
 
+def test_a_method_moved_to_another_class(tmp_path):
+    renamed = CACHE_SOURCE.replace("class Cache", "class Store")
+    states = _states(tmp_path, cache=renamed, loop=LOOP_SOURCE)
+    # The class itself has no likeness; its method's name is found in two classes.
+    assert states[:3] == [
+        ("gone", ""),
+        ("moved", "sglang/srt/cache.py:4, sglang/srt/cache.py:14"),
+        ("moved", "sglang/srt/cache.py:6"),
+    ]
+
+
 def test_gone_and_ambiguous(tmp_path):
     twice = LOOP_SOURCE + "    run(batch)\n"
     states = _states(tmp_path, loop=twice)
@@ -73,9 +85,21 @@ def test_exit_code_and_table(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("arguments", [["check", "--series", "/nowhere"], ["status", "--tree", "/nowhere"]])
-def test_an_error_is_one_line_and_code_2(arguments, capsys):
+def test_an_error_is_a_message_and_code_2(arguments, capsys):
     assert cli.main(arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith("sglang-bitexact: ") and error.count("\n") == 1
     assert cli.main([*arguments, "--json"]) == 2
     assert "error" in json.loads(capsys.readouterr().out)
+
+
+def test_errors_of_the_system_are_messages_too(tmp_path, monkeypatch, capsys):
+    """A folder that cannot be written, no network, no CPU environment: no traceback."""
+    for error in (PermissionError(13, "Permission denied", "/x"), ImportError("no module"), requests.Timeout("slow")):
+
+        def fail(*arguments, error=error, **keywords):
+            raise error
+
+        monkeypatch.setattr(cli, "build", fail)
+        assert cli.main(["build", "--out", str(tmp_path)]) == 2
+        assert capsys.readouterr().err == f"sglang-bitexact: {error}\n"

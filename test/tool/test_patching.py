@@ -133,6 +133,40 @@ def test_linked_files_follow_the_series(tree, series):
     assert (series.root / "srt/tiles/layout.py").is_file()
 
 
+def test_a_link_to_a_deleted_file_is_noticed_and_needs_no_force(tree, series):
+    before = snapshot(tree.root)
+    patching.apply(tree, series, 2, link=True)
+    (series.root / "srt/tiles/layout.py").unlink()
+    found = patching.status(tree)
+    assert (found.condition, found.changed) == ("changed", ("sglang/srt/tiles/layout.py",))
+    assert patching.revert(tree).condition == "not applied"
+    assert snapshot(tree.root) == before
+
+
+def test_links_copies_and_another_series_are_told_apart(tree, series, tmp_path):
+    other = Series(make_series(tmp_path / "other"))
+    for first, second in (
+        ((series, False), (series, True)),
+        ((series, True), (series, False)),
+        ((series, True), (other, True)),
+    ):
+        patching.apply(tree, first[0], 2, link=first[1])
+        assert patching.apply(tree, first[0], 2, link=first[1]).condition == "applied"
+        with pytest.raises(BitexactError, match="revert"):
+            patching.apply(tree, second[0], 2, link=second[1])
+        patching.revert(tree)
+
+
+def test_modes_are_kept(tree, series):
+    path = tree.root / "sglang/srt/loop.py"
+    path.chmod(0o640)
+    before = snapshot(tree.root)
+    patching.apply(tree, series, 2)
+    assert path.stat().st_mode & 0o777 == 0o640
+    patching.revert(tree)
+    assert snapshot(tree.root) == before
+
+
 def test_a_failure_half_way_leaves_the_tree_as_it_was(tree, series, monkeypatch):
     before = snapshot(tree.root)
     original, calls = patching.replace_file, []

@@ -130,6 +130,25 @@ def test_a_nested_function_is_not_the_method():
     assert out == source + "        more()\n"
 
 
+def test_a_parameter_behind_double_star_is_refused():
+    """It has no right place there; an unparsable module must not reach a server."""
+    source = "def f(a, **rest):\n    pass\n\n\ndef g(a):\n    pass\n"
+    with pytest.raises(BitexactError) as caught:
+        apply(source, edit("parameter", "b=1", function="g"), edit("parameter", "b=1", function="f", part=2))
+    message = str(caught.value)
+    for word in ("sglang/srt/x.py is no Python", "line 1", "Part 2, edit 2 (parameter at function 'f')"):
+        assert word in message
+
+
+def test_edits_that_break_it_only_together_are_refused():
+    first = edit("before", "if batch:", function="step", pattern="run($$$)")
+    with pytest.raises(BitexactError, match="Part 1, edit 1"):
+        apply(LOOP_SOURCE, first)
+    both = [edit("keyword", "b=1", pattern="plan($$$)"), edit("keyword", "b=2", pattern="plan($$$)")]
+    with pytest.raises(BitexactError, match=r"repeated: b.*together they do"):
+        apply(LOOP_SOURCE, *both)
+
+
 def test_overlapping_edits_are_refused():
     with pytest.raises(BitexactError, match="overlap"):
         apply("a = f(g(1))\n", edit("replace", "x", pattern="f($$$)"), edit("replace", "y", pattern="g($$$)"))

@@ -46,7 +46,10 @@ def run(server: Server, prompt: list[int], *, new_tokens: int, namespace: str) -
 
 
 def prompt_of(seed: int, length: int) -> list[int]:
-    """Token ids of text, the same for the same seed (ids below 16 are marks and controls)."""
+    """``length`` random token ids of the tiny vocabulary, the same for the same seed.
+
+    Ids below 16 are marks and controls and are left out.
+    """
     source = random.Random(seed)
     return [source.randrange(16, 512) for _ in range(length)]
 

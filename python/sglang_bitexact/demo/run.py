@@ -24,13 +24,12 @@ from sglang_bitexact.wheel import build
 _console = Console(stderr=True, highlight=False)
 
 
-def run_demo(out: Path) -> dict[str, Any]:
-    """Run all modes below ``out``; writes and returns ``report.json``."""
+def run_demo(series: Series, out: Path) -> dict[str, Any]:
+    """Build ``series`` and run all modes below ``out``; writes and returns ``report.json``."""
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     _stop_on_signals()
     checkpoint = make_checkpoint(out / "checkpoint")
-    series = Series.default()
     wheel = build(series, download(), series.last_part, out / "dist")
     _say(f"the series builds: {wheel.name}")
     _say(f"stock sglang {PINNED_VERSION}: unpacking the released wheel")
@@ -71,19 +70,21 @@ def _run_mode(name: str, tree: Path, checkpoint: Path, out: Path) -> ModeReport:
     return report
 
 
-def serve(out: Path, port: int, arguments: list[str]) -> int:
-    """Serve the tiny checkpoint until interrupted; prints a curl line."""
+def serve(out: Path, port: int, arguments: list[str], *, as_json: bool = False) -> int:
+    """Serve the tiny checkpoint until interrupted; prints a curl line, or the address as JSON."""
     _stop_on_signals()
     checkpoint = make_checkpoint(out / "checkpoint")
-    server = Server(checkpoint, arguments, out / "serve" / "server.log", port=port)
+    log = out / "server.log"
+    server = Server(checkpoint, arguments, log, port=port)
     try:
-        _say(f"starting the server (log: {out / 'serve' / 'server.log'})")
-        _say(f"up after {server.start():.0f} s; Ctrl-C stops it. Try:")
-        print(
+        _say(f"starting the server (log: {log})")
+        seconds = server.start()
+        _say(f"up after {seconds:.0f} s; Ctrl-C stops it{'' if as_json else '. Try:'}")
+        curl = (
             f"curl {server.url}/v1/chat/completions -H 'Content-Type: application/json' -d "
-            '\'{"model": "tiny", "max_tokens": 32, "messages": [{"role": "user", "content": "the cache keeps"}]}\'',
-            flush=True,
+            '\'{"model": "tiny", "max_tokens": 32, "messages": [{"role": "user", "content": "the cache keeps"}]}\''
         )
+        print(json.dumps({"url": server.url, "log": str(log)}) if as_json else curl, flush=True)
         threading.Event().wait()
     except KeyboardInterrupt:
         _say("stopping")
@@ -119,7 +120,7 @@ def print_report(content: dict[str, Any], out: Path) -> None:
 
 
 def _say(text: str) -> None:
-    _console.print(f"[dim]demo[/] {text}")
+    _console.print(f"[dim]>[/] {text}")
 
 
 def _stop_on_signals() -> None:

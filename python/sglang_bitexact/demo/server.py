@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -66,14 +66,20 @@ class Server:
     ) -> None:
         self.stop()
 
-    def start(self, waiting: Callable[[float], None] = lambda seconds: None) -> float:
+    def start(self) -> float:
         """Start and wait until it answers; returns the seconds that took.
-
-        ``waiting`` is called about once a second with the seconds so far.
 
         Raises:
             BitexactError: the server ended or did not answer in time; holds the end of its log.
+                Then, and after any other exception, no process of it is left.
         """
+        try:
+            return self._start()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _start(self) -> float:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("wb") as log:
             # A session of its own: the whole family of processes can be stopped.
@@ -92,9 +98,7 @@ class Server:
             with contextlib.suppress(requests.RequestException):
                 if requests.get(f"{self.url}/health", timeout=5).status_code == 200:
                     return elapsed
-            waiting(elapsed)
             time.sleep(0.5)
-        self.stop()
         raise BitexactError(f"the server did not answer within {_START_TIMEOUT_S:.0f} s:\n{self.log_end()}")
 
     def stop(self) -> None:
