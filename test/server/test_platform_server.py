@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from sglang_bitexact.demo.compare import TIERS, prompt_of, run
+from sglang_bitexact.demo.compare import prompt_of, run
 from sglang_bitexact.demo.scenario import SERVER_ARGUMENTS, measure
 from sglang_bitexact.demo.server import Server
 
@@ -31,18 +32,25 @@ def _cold(server: Server, concurrent: int) -> list[tuple]:
 
 
 @pytest.fixture(scope="module")
-def alone(checkpoint, tmp_path_factory) -> list[tuple]:
-    """The reference: one request at a time, overlap scheduling on, whole prefills."""
+def server(checkpoint, tmp_path_factory) -> Iterator[Server]:
+    """Overlap scheduling on, whole prefills."""
     log = tmp_path_factory.mktemp("alone") / "server.log"
-    with Server(checkpoint, ["--max-total-tokens", "8192"], log) as server:
-        answers = _cold(server, 1)
-        # The same server, all at once: other batches, other slots.
-        assert _cold(server, 8) == answers
-        _answers_in_text(server)
-        return answers
+    with Server(checkpoint, ["--max-total-tokens", "8192"], log) as running:
+        yield running
 
 
-def _answers_in_text(server: Server) -> None:
+@pytest.fixture(scope="module")
+def alone(server) -> list[tuple]:
+    """The reference: one request at a time."""
+    return _cold(server, 1)
+
+
+def test_concurrent_requests_get_the_same_answers(server, alone):
+    """Other batches, other slots."""
+    assert _cold(server, 8) == alone
+
+
+def test_text_goes_in_and_out(server):
     body = {"model": "tiny", "messages": [{"role": "user", "content": "the cache keeps"}], "max_tokens": 8}
     answer = server.post("/v1/chat/completions", {**body, "temperature": 0})
     text = answer["choices"][0]["message"]["content"]
@@ -80,9 +88,11 @@ def test_hicache_serves_hits_from_every_tier(checkpoint, tmp_path, layout):
     log = tmp_path / "server.log"
     with Server(checkpoint, [*arguments, "--file-storage-path", str(storage)], log) as server:
         report = measure(server, storage, lambda text: None)
-    assert report.missing_tiers == ()
-    for tier in TIERS:
-        assert report.tiers[tier].reported_cached_tokens >= 512 * report.tiers[tier].comparisons
+    # Of 700, 900 and 1,100 tokens the last one and a window of 128 are computed anew: whole
+    # pages of 571, 771 and 971 are 512, 768 and 768. Two hits of each on the device, then one
+    # of each from the host, and one from storage.
+    reused = {tier: (tally.comparisons, tally.reported_cached_tokens) for tier, tally in report.tiers.items()}
+    assert reused == {"device": (6, 4096), "host": (3, 2048), "storage": (3, 2048)}
     assert (report.cold.comparisons, report.cold.differing_outputs, report.cold.max_abs_logprob_diff) == (3, 0, 0.0)
     text = log.read_text()
     assert "Traceback" not in text, text[text.index("Traceback") :][:2000]
