@@ -20,6 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,10 @@ _PREFILL = 512
 _NOOP_CALLS = 200_000
 
 
-def _worker(tree: str, pipe: Connection) -> None:
-    """Serve timings of one SGLang tree until told "stop"."""
-    # SGLang prints as it starts; our output is the report alone.
+def _worker(tree: str, pipe: Connection, log: str) -> None:
+    """Serve timings of one SGLang tree until told "stop"; what it prints goes to ``log``."""
     for descriptor in (1, 2):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     sys.path[:0] = [tree, str(_TEST)]
     os.environ["SGLANG_PLATFORM"] = "cpu_ref"
     import sglang
@@ -70,19 +70,30 @@ def _worker(tree: str, pipe: Connection) -> None:
 
 
 def _time_calls(run: Any) -> dict[str, float]:
-    """Seconds of the no-op calls of one decode step and of one prefill layer."""
-    backend, mode = run.runner.attn_backend, None
-    per: dict[str, float] = {}
+    """Seconds of the no-op calls of one decode step, one prefill layer and one extend batch."""
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+
+    # A no-op reads none of its arguments.
+    backend, unread = run.runner.attn_backend, None
+
+    def decode_step() -> None:
+        backend.capture_swa_windows_decode(unread)
+        backend.capture_compress_state_windows_decode(unread)
+
+    def prefill_layer() -> None:
+        backend.capture_swa_windows(0, unread, unread, k_rope=None)
+
+    def extend_batch() -> None:
+        BasePrefixCache.restore_swa_windows(unread, unread, unread)
+
+    return {call.__name__: _seconds_per_call(call) for call in (decode_step, prefill_layer, extend_batch)}
+
+
+def _seconds_per_call(call: Callable[[], None]) -> float:
     begin = time.perf_counter()
     for _ in range(_NOOP_CALLS):
-        backend.capture_swa_windows_decode(mode)
-        backend.capture_compress_state_windows_decode(mode)
-    per["decode_step"] = (time.perf_counter() - begin) / _NOOP_CALLS
-    begin = time.perf_counter()
-    for _ in range(_NOOP_CALLS):
-        backend.capture_swa_windows(0, mode, mode, k_rope=None)
-    per["prefill_layer"] = (time.perf_counter() - begin) / _NOOP_CALLS
-    return per
+        call()
+    return (time.perf_counter() - begin) / _NOOP_CALLS
 
 
 def measure(rounds: int) -> dict[str, Any]:
@@ -99,10 +110,16 @@ def measure(rounds: int) -> dict[str, Any]:
         try:
             for name, tree in trees.items():
                 pipes[name], far = context.Pipe()
-                worker = context.Process(target=_worker, args=(str(tree), far))
+                log = Path(folder) / f"{name}.log"
+                worker = context.Process(target=_worker, args=(str(tree), far, str(log)))
                 worker.start()
+                # Ours would keep the pipe open, and a dead worker would not be noticed.
+                far.close()
                 workers.append(worker)
-                print(f"{name}: sglang {pipes[name].recv()} is up", file=sys.stderr)
+                try:
+                    print(f"{name}: sglang {pipes[name].recv()} is up", file=sys.stderr)
+                except EOFError:
+                    sys.exit(f"the worker of {name} ended:\n{log.read_text()[-3000:]}")
             return _alternate(pipes, rounds)
         finally:
             for worker in workers:
@@ -131,6 +148,7 @@ def _alternate(pipes: dict[str, Any], rounds: int) -> dict[str, Any]:
     layer_s = statistics.median(times["prefill"]["part 1"]) / layers
     figures["decode"]["calls_share_of_step"] = calls["decode_step"] / decode_s
     figures["prefill"]["calls_share_of_layer"] = calls["prefill_layer"] / layer_s
+    figures["prefill"]["calls_share_of_batch"] = calls["extend_batch"] / (layers * layer_s)
     memory = {name: ask(name, "stop") for name in pipes}
     return {"rounds": rounds, **figures, "calls_seconds": calls, "peak_memory_bytes": memory}
 
@@ -163,6 +181,7 @@ def main() -> None:
             f"{r['paired_q3']:.3f}); the no-op calls alone are {r[share]:.2e} of a "
             f"{'step' if what == 'decode' else 'layer'}"
         )
+    print(f"the restore hook alone is {result['prefill']['calls_share_of_batch']:.2e} of an extend batch")
     print("peak memory:", {name: f"{size / 2**20:.0f} MiB" for name, size in result["peak_memory_bytes"].items()})
 
 

@@ -22,7 +22,6 @@ from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from sglang.srt.disaggregation.decode_hicache_mixin import DecodeHiCacheTransferMixin
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.managers import schedule_batch
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, MatchPrefixParams
@@ -181,7 +180,7 @@ class TestRecordedCalls(CustomTestCase):
     def setUp(self):
         self.run_.clear()
         self.layers = range(len(self.run_.pool.unified_kv_pool.kv_buffer))
-        self.recorder = self.recorder_class(self.run_, self)
+        self.recorder = self.recorder_class(self.run_, self, _DECODE_HOOKS)
 
     def names(self):
         return [event[0] for event in self.recorder.events]
@@ -251,13 +250,6 @@ class TestRecordedCalls(CustomTestCase):
         self.enterContext(unittest.mock.patch.object(self.run_.runner, "is_draft_worker", True))
         self._decode_twice()
         self.assertEqual(self.names(), [])
-
-
-class TestPrepareForExtend(CustomTestCase):
-    def test_restore_is_driven_once_behind_the_allocation(self):
-        lines = inspect.getsource(schedule_batch.ScheduleBatch.prepare_for_extend).splitlines()
-        calls = [line.strip() for line in lines if "restore_swa_windows" in line]
-        self.assertEqual(calls, ["self.tree_cache.restore_swa_windows(reqs, req_pool_indices_cpu)"])
 
 
 if __name__ == "__main__":
