@@ -3,15 +3,15 @@
     python -m sglang_cpu_ref.tiny_checkpoint DIR [--seed 0]
 
 The weights are drawn from a seed, so two machines with the same vector instructions make
-the same bytes. Sizes that
-upstream's kernels fix (head dim 512, window 128, index head dim 128, top-k 512) are
-kept; the others are small.
+the same bytes. Sizes that upstream's kernels fix (head dim 512, window 128, index head dim
+128, top-k 512) are kept; the others are small.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -97,8 +97,8 @@ class _Weights:
 
     def normal(self, *shape: int, gain: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """N(0, gain**2 / fan_in), where fan_in is the last dimension."""
-        value = torch.randn(shape, generator=self._generator) * (gain * shape[-1] ** -0.5)
-        return torch.Tensor.to(value, dtype)
+        value = torch.randn(shape, generator=self._generator)
+        return value.mul_(gain / math.sqrt(shape[-1])).to(dtype)
 
     def around(self, value: float, size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """Norm weights: ``value`` with a tenth of noise, so that a forgotten weight shows."""
