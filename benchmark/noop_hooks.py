@@ -122,7 +122,11 @@ def measure(rounds: int) -> dict[str, Any]:
                     sys.exit(f"the worker of {name} ended:\n{log.read_text()[-3000:]}")
             return _alternate(pipes, rounds)
         finally:
+            # Without its pipe a worker ends by itself, and cleans up what torch and the server keep.
+            for pipe in pipes.values():
+                pipe.close()
             for worker in workers:
+                worker.join(timeout=20)
                 worker.terminate()
                 worker.join()
 
