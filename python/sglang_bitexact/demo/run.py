@@ -6,7 +6,6 @@ import json
 import shutil
 import signal
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +84,7 @@ def serve(out: Path, port: int, arguments: list[str], *, as_json: bool = False) 
             '\'{"model": "tiny", "max_tokens": 32, "messages": [{"role": "user", "content": "the cache keeps"}]}\''
         )
         print(json.dumps({"url": server.url, "log": str(log)}) if as_json else curl, flush=True)
-        threading.Event().wait()
+        server.wait()
     except KeyboardInterrupt:
         _say("stopping")
     finally:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import requests
 
@@ -100,6 +100,15 @@ class Server:
                     return elapsed
             time.sleep(0.5)
         raise BitexactError(f"the server did not answer within {_START_TIMEOUT_S:.0f} s:\n{self.log_end()}")
+
+    def wait(self) -> NoReturn:
+        """Wait for a signal's exception, or for the server to end by itself, which is an error.
+
+        Raises:
+            BitexactError: the server ended; holds the end of its log.
+        """
+        assert self._process is not None, "start() first"
+        raise BitexactError(f"the server ended with code {self._process.wait()}:\n{self.log_end()}")
 
     def stop(self) -> None:
         """End the server and all its processes; safe to call again."""
