@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from sglang_bitexact.errors import BitexactError
 
-Operation = Literal["append", "before", "after", "keyword", "parameter", "replace"]
-_NEEDS_PATTERN = ("keyword", "replace")
+Operation = Literal["append", "before", "after", "keyword", "parameter", "callee", "replace"]
+_NEEDS_PATTERN = ("keyword", "callee", "replace")
 PARTS = range(1, 6)
 
 
@@ -39,8 +39,9 @@ class Edit(_Strict):
     """One edit.
 
     do: ``append`` text to a class or function body, put it ``before`` or ``after`` the
-    statement that holds the pattern (or the function itself), add it as a ``keyword`` argument to the matched call
-    or as a ``parameter`` to the function, or ``replace`` the matched expression with it.
+    statement that holds the pattern (or the function itself), add it as a ``keyword``
+    argument to the matched call or as a ``parameter`` to the function, call it with the
+    matched call's arguments (``callee``), or ``replace`` the matched expression with it.
     """
 
     part: int = Field(ge=PARTS.start, lt=PARTS.stop)

@@ -115,8 +115,11 @@ def _statement(node: SgNode) -> SgNode:
 
 
 def _change(source: str, node: SgNode, edit: Edit) -> _Change:
-    if edit.do == "replace":
-        return _Change(node.range().start.index, node.range().end.index, edit.code)
+    if edit.do in ("replace", "callee"):
+        place = node.field("function") if edit.do == "callee" else node
+        if place is None:
+            raise BitexactError(f"do: callee at {edit.at} matches {node.text()!r}, which is no call")
+        return _Change(place.range().start.index, place.range().end.index, edit.code)
     if edit.do == "keyword":
         return _argument(source, node.field("arguments") or node, edit.code)
     if edit.do == "parameter":

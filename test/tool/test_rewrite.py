@@ -88,6 +88,16 @@ def test_parameter():
     assert "    def match(self, key, limit=None, reuse=False):\n" in out
 
 
+def test_callee_keeps_the_arguments():
+    out = apply("pool = Pool(\n    size,  # tokens\n    page=page,\n)\n", edit("callee", "kind(size)", pattern="Pool($$$)"))
+    assert out == "pool = kind(size)(\n    size,  # tokens\n    page=page,\n)\n"
+
+
+def test_callee_needs_a_call():
+    with pytest.raises(BitexactError, match="'a' is no call|'a', which is no call"):
+        apply("b = a\n", edit("callee", "f", pattern="a"))
+
+
 def test_replace_an_expression():
     out = apply("gate = not ring(a) or window\n", edit("replace", "exact(a)", pattern="not ring($X)"))
     assert out == "gate = exact(a) or window\n"
