@@ -55,11 +55,14 @@ def test_switches_are_documented_with_their_defaults():
     assert Envs.__dict__[variable[1]].default is False and variable[3] == "false"
     source = " ".join((_ROOT / "python/sglang/srt/environ.edits.yaml").read_text().replace("# ", "").split())
     assert variable[2] in source
-    argument = next(line for line in text.splitlines() if line.startswith("| `--hicache-swa"))
-    flag, description, default, kind = (cell.strip() for cell in argument.strip("|").split("|"))
-    value = getattr(ServerArgs(model_path="dummy"), flag.strip("`").removeprefix("--").replace("-", "_"))
-    assert (default, kind) == (f"`{value}`", "Type: int")
-    assert description in (_ROOT / "python/sglang/srt/arg_groups/fields/memory.edits.yaml").read_text()
+    arguments = [line for line in text.splitlines() if line.startswith("| `--hicache-swa")]
+    fields = (_ROOT / "python/sglang/srt/arg_groups/fields/memory.edits.yaml").read_text()
+    assert len(arguments) == fields.count("hicache_swa_")
+    for argument in arguments:
+        flag, description, default, kind = (cell.strip() for cell in argument.strip("|").split("|"))
+        value = getattr(ServerArgs(model_path="dummy"), flag.strip("`").removeprefix("--").replace("-", "_"))
+        assert (default, kind) == (f"`{value}`", f"Type: {type(value).__name__}")
+        assert description in fields
 
 
 def test_every_command_is_documented():

@@ -14,6 +14,8 @@ from sglang_cpu_ref import hooks
 # SGLang would size the pools by free memory, and take most of it.
 _MAX_TOTAL_TOKENS = 65_536
 _MAX_RUNNING_REQUESTS = 64
+# The pool of compressed rows is so small that a twentieth beside it would hold no tile.
+_DEVICE_TILE_FRACTION = 0.7
 
 
 # Server arguments that the platform cannot serve: field -> the only value that it can.
@@ -69,6 +71,9 @@ class CpuRefPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
             server_args.max_total_tokens = _MAX_TOTAL_TOKENS
         if server_args.max_running_requests is None:
             server_args.max_running_requests = _MAX_RUNNING_REQUESTS
+        # Part 2 of the series adds the argument; its default is for a GPU's memory.
+        if getattr(server_args, "hicache_swa_device_tile_fraction", None) == 0.05:
+            server_args.hicache_swa_device_tile_fraction = _DEVICE_TILE_FRACTION
 
     def post_load_model(self, model: torch.nn.Module) -> None:
         hooks.add_rope_tables(model)

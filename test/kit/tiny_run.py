@@ -139,8 +139,8 @@ class TinyRun:
 
 
 @functools.cache
-def tiny_run() -> TinyRun:
-    """The process's TinyRun, loaded on first use."""
+def tiny_run(**arguments: Any) -> TinyRun:
+    """The process's TinyRun, loaded on first use; ``arguments`` are SGLang's."""
     args = ServerArgs(
         model_path=str(shared_checkpoint()),
         device="cpu",
@@ -149,6 +149,7 @@ def tiny_run() -> TinyRun:
         max_running_requests=16,
         disable_overlap_schedule=True,
         disable_cuda_graph=True,
+        **arguments,
     )
     args.resolve_once()
     publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))

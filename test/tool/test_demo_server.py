@@ -17,6 +17,6 @@ def test_a_server_that_ends_by_itself_is_an_error_with_the_end_of_its_log(tmp_pa
     log.write_text("loading\nout of memory\n")
     server = Server(tmp_path, [], log)
     server._process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"], start_new_session=True)
-    with pytest.raises(BitexactError, match="(?s)ended with code 3.*out of memory"):
+    with pytest.raises(BitexactError, match=r"(?s)ended with code 3.*out of memory"):
         server.wait()
     server.stop()

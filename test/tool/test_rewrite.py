@@ -89,12 +89,14 @@ def test_parameter():
 
 
 def test_callee_keeps_the_arguments():
-    out = apply("pool = Pool(\n    size,  # tokens\n    page=page,\n)\n", edit("callee", "kind(size)", pattern="Pool($$$)"))
+    out = apply(
+        "pool = Pool(\n    size,  # tokens\n    page=page,\n)\n", edit("callee", "kind(size)", pattern="Pool($$$)")
+    )
     assert out == "pool = kind(size)(\n    size,  # tokens\n    page=page,\n)\n"
 
 
 def test_callee_needs_a_call():
-    with pytest.raises(BitexactError, match="'a' is no call|'a', which is no call"):
+    with pytest.raises(BitexactError, match="'a', which is no call"):
         apply("b = a\n", edit("callee", "f", pattern="a"))
 
 

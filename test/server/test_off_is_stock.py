@@ -1,4 +1,4 @@
-"""Part 1 changes nothing: the same requests to a stock server and to part 1, flag off and on."""
+"""Off is stock: the same requests to a stock server, to part 1 (flag off and on) and to all parts (off)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from sglang_bitexact.demo.compare import Run, prompt_of, run
 from sglang_bitexact.demo.server import Server
+from sglang_bitexact.errors import BitexactError
 from sglang_bitexact.series import Series
 from sglang_bitexact.upstream import Wheel, download, unpacked
 from sglang_bitexact.wheel import build
@@ -20,6 +21,7 @@ _ARGUMENTS = (
     *("--enable-metrics", "--enable-hierarchical-cache", "--hicache-ratio", "2"),
     *("--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first", "--random-seed", "1"),
 )
+_FLAG = {"SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE": "1"}
 # What depends on the clock, the process or the machine, and the polling of the test itself.
 _VARIES = re.compile(
     r"seconds(_sum|_bucket|_total|\{|$)|latency.*(_sum|_bucket)|throughput|startup_|_gb(\{|$)|_created|occupancy"
@@ -58,17 +60,23 @@ def _metrics(text: str) -> dict[str, float]:
 @pytest.fixture(scope="module")
 def observed(checkpoint, tmp_path_factory) -> dict[str, Observed]:
     folder = tmp_path_factory.mktemp("inert")
-    part1 = unpacked(Wheel(build(Series.default(), download(), 1, folder / "dist")))
-    stock = unpacked(download())
-    flag = {"SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE": "1"}
     return {
-        "stock": _observe(stock, checkpoint, folder / "stock"),
-        "off": _observe(part1, checkpoint, folder / "off"),
-        "on": _observe(part1, checkpoint, folder / "on", **flag),
+        "stock": _observe(unpacked(download()), checkpoint, folder / "stock"),
+        "part 1, off": _observe(_built(1, folder), checkpoint, folder / "off"),
+        "part 1, on": _observe(_built(1, folder), checkpoint, folder / "on", **_FLAG),
+        "all parts, off": _observe(_built(None, folder), checkpoint, folder / "all"),
     }
 
 
-@pytest.mark.parametrize("mode", ["off", "on"])
+def _built(through: int | None, folder: Path) -> Path:
+    series = Series.default()
+    return unpacked(Wheel(build(series, download(), series.check_part(through), folder / "dist")))
+
+
+_MODES = pytest.mark.parametrize("mode", ["part 1, off", "part 1, on", "all parts, off"])
+
+
+@_MODES
 def test_answers_are_equal(observed, mode):
     """Tokens, log probabilities, cached-token counts and the tier of each hit."""
     assert observed[mode].answers == observed["stock"].answers
@@ -78,14 +86,27 @@ def test_the_requests_reuse_prefixes(observed):
     assert sum(answer.cached_tokens > 0 for answer in observed["stock"].answers) >= 4
 
 
-@pytest.mark.parametrize("mode", ["off", "on"])
+@_MODES
 def test_metrics_have_the_same_names(observed, mode):
     assert observed[mode].metrics.keys() == observed["stock"].metrics.keys()
 
 
-@pytest.mark.parametrize("mode", ["off", "on"])
+@_MODES
 def test_metrics_have_the_same_values(observed, mode):
     ours, theirs = observed[mode].metrics, observed["stock"].metrics
     compared = [name for name in theirs if not _VARIES.search(name)]
     assert len(compared) > 100
     assert {name: (ours[name], theirs[name]) for name in compared if ours[name] != theirs[name]} == {}
+
+
+def test_with_the_flag_on_an_incomplete_build_refuses_to_start(checkpoint, tmp_path):
+    """One message, from the launching process: no worker was started that could hang."""
+    server = Server(checkpoint, _ARGUMENTS, tmp_path / "server.log", tree=_built(3, tmp_path), environment=_FLAG)
+    with pytest.raises(BitexactError, match="the server ended with code 1"):
+        server.start()
+    log = (tmp_path / "server.log").read_text()
+    assert log.rstrip().splitlines()[-1] == (
+        "ValueError: SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE is on, and not usable yet: parts 4 and 5 are not in this "
+        "build. Unset SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE."
+    )
+    assert log.count("Traceback") == 1

@@ -1,0 +1,159 @@
+"""Executes capture plans: copies rows into tiles, on the stream that computes them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.kernels.ops.kvcache.dsv4_tiles import (
+    RingTable,
+    capture_layer,
+    gather_tiles,
+)
+from sglang.srt.mem_cache.swa_bitexact.tile_table import CapturePlan
+from sglang.srt.utils import is_pin_memory_available
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
+    from sglang.srt.mem_cache.swa_bitexact.capture_pool import CapturePool
+
+
+class TileWriter:
+    """Copies what a plan names from one KV pool's rings, and a step's flat rows, into tiles.
+
+    One per KV pool. It reads the rings' buffers directly: their window and state regions are
+    never loaded by HiCache, so there is no layer transfer to wait for.
+    """
+
+    def __init__(self, kvcache: DeepSeekV4TokenToKVPool, pool: CapturePool) -> None:
+        self.pool = pool
+        self._pin = is_pin_memory_available(pool.device)
+        buffers = _ring_buffers(kvcache)
+        self.rings = {
+            name: RingTable(tuple(buffers[name][layer] for layer in stream.layers))
+            for name, stream in pool.layout.streams.items()
+        }
+        self._index = {
+            name: {layer: i for i, layer in enumerate(stream.layers)}
+            for name, stream in pool.layout.streams.items()
+        }
+
+    def window_rows(
+        self,
+        layer_id: int,
+        kv: torch.Tensor,
+        k_rope: torch.Tensor | None,
+        plan: CapturePlan,
+    ) -> None:
+        """One layer's window rows of a prefill step; kv [tokens, width], k_rope under fp8.
+
+        Before the step writes the ring, which still holds the rows before it.
+        """
+        self._layer_rows("window", layer_id, kv, plan)
+        if "window_rope" in self.rings:
+            assert k_rope is not None, "fp8 rows come with their rope half"
+            self._layer_rows("window_rope", layer_id, k_rope, plan)
+
+    def state_rows(
+        self,
+        layer_id: int,
+        kv_score: torch.Tensor,
+        plan: CapturePlan,
+        *,
+        is_indexer: bool,
+    ) -> None:
+        """One compressor's overlap rows of a prefill step; kv_score [tokens, width] float32.
+
+        Before the compressor transforms them in place and writes its state ring.
+        """
+        stream = "indexer_state" if is_indexer else "c4_state"
+        self._layer_rows(stream, layer_id, kv_score, plan)
+
+    def decode_windows(self, plan: CapturePlan) -> None:
+        """All layers' window rows of a decode step, after it wrote the ring; one launch per stream."""
+        self._all_layers(("window", "window_rope"), plan)
+
+    def decode_states(self, plan: CapturePlan) -> None:
+        """All overlap rows of a decode step; one launch per stream."""
+        self._all_layers(("c4_state", "indexer_state"), plan)
+
+    def _layer_rows(
+        self, stream: str, layer_id: int, flat: torch.Tensor, plan: CapturePlan
+    ) -> None:
+        layer = self._index[stream][layer_id]
+        capture_layer(
+            self.pool.buffers[stream][layer],
+            plan.tile_ids,
+            flat,
+            self.rings[stream].buffers[layer],
+            self._addresses(stream, plan, from_flat=True),
+        )
+
+    def _all_layers(self, streams: tuple[str, ...], plan: CapturePlan) -> None:
+        for stream in streams:
+            if stream in self.rings:
+                gather_tiles(
+                    self.pool.buffers[stream],
+                    plan.tile_ids,
+                    self.rings[stream],
+                    self._addresses(stream, plan, from_flat=False),
+                )
+
+    def _addresses(
+        self, stream: str, plan: CapturePlan, *, from_flat: bool
+    ) -> torch.Tensor:
+        geometry = self.pool.layout.streams[stream]
+        key = (geometry.rows, geometry.ring_rows)
+        if key not in plan.addresses:
+            on_host = row_addresses(plan, *key, from_flat=from_flat, pin=self._pin)
+            plan.addresses[key] = on_host.to(self.pool.device, non_blocking=True)
+        return plan.addresses[key]
+
+
+def row_addresses(
+    plan: CapturePlan, rows: int, ring_rows: int, *, from_flat: bool, pin: bool = False
+) -> torch.Tensor:
+    """Where the ``rows`` rows before each boundary are: int64 [captures, rows] on the host.
+
+    A position p of slot s lies in ring row s * ring_rows + p % ring_rows. With ``from_flat``
+    positions of this step are rows of its flat tensors, and ring rows are coded -1 - row.
+
+    Example, rows=4, ring_rows=8, boundary 512, slot 3, chunk from 510 at flat row 100:
+        positions 508, 509 -> ring rows 28, 29 -> -29, -30
+        positions 510, 511 -> 100, 101
+    """
+    numbers = torch.tensor(
+        [(c.boundary, c.slot, c.chunk_start, c.first_row) for c in plan.captures],
+        dtype=torch.int64,
+    )
+    boundary, slot, start, first = numbers[:, :, None].unbind(1)
+    position = boundary - rows + torch.arange(rows)
+    ring = slot * ring_rows + position % ring_rows
+    if from_flat:
+        ring = torch.where(position < start, -1 - ring, first + position - start)
+    return ring.pin_memory() if pin else ring
+
+
+def _ring_buffers(
+    kvcache: DeepSeekV4TokenToKVPool,
+) -> dict[str, dict[int, torch.Tensor]]:
+    """Ring tensors [rows, width] by stream and global layer id."""
+    rings = kvcache.unified_kv_pool
+    start = kvcache.start_layer
+
+    def by_layer(buffers: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+        return {start + i: buffer for i, buffer in enumerate(buffers)}
+
+    def states(pools: list[Any]) -> dict[int, torch.Tensor]:
+        return {
+            layer: pool.kv_score_buffer.kv_score
+            for layer, pool in enumerate(pools)
+            if pool is not None and pool.ratio == 4
+        }
+
+    return {
+        "window": by_layer(rings.kv_buffer),
+        "window_rope": by_layer(rings.kv_buffer_rope),
+        "c4_state": states(kvcache.compress_state_pools),
+        "indexer_state": states(kvcache.indexer_compress_state_pools),
+    }

@@ -1,0 +1,52 @@
+"""The tiles of running requests: who owns which tile until it is published or returned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+
+@dataclass
+class RequestTiles:
+    """The tiles of one stay of a request in its slot, by boundary; ids are int64 [1] tensors.
+
+    in_flight: boundaries of steps whose result is not processed yet. Such a step may still
+    write its tile, so the tile of a released request is returned when the step is finished.
+    """
+
+    tiles: dict[int, torch.Tensor] = field(default_factory=dict)
+    in_flight: set[int] = field(default_factory=set)
+    # Captured in decode and on no grid: given back when the next boundary is captured.
+    off_grid: int | None = None
+    released: bool = False
+
+
+class TileCapture(NamedTuple):
+    """One tile to fill in one step.
+
+    owner: the request's table. slot: its request slot. chunk_start, first_row: position of
+    the request's first token in this step, and the row of that token in the step's flat rows.
+    decode: the boundary was crossed by a generated token.
+    """
+
+    owner: RequestTiles
+    boundary: int
+    slot: int
+    chunk_start: int
+    first_row: int
+    decode: bool
+
+
+@dataclass
+class CapturePlan:
+    """What one step captures; made by the scheduler, executed by the attention backend.
+
+    tile_ids: int64 [len(captures)] on the device. addresses: where the rows come from,
+    by (rows, ring rows), filled in by the first hook that needs them, shared by all layers.
+    """
+
+    captures: tuple[TileCapture, ...]
+    tile_ids: torch.Tensor
+    addresses: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)

@@ -1,0 +1,68 @@
+"""Tiles hold exactly what an uninterrupted run has at their boundary, however they were captured.
+
+The real scheduler, model and backend serve; see kit/capture_oracle.py for what is compared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=240, suite="base-a-test-cpu")
+
+_TEST = Path(__file__).resolve().parents[2]
+_BOTH, _WINDOW = "window and state on both sides of the cut", "window on both sides of the cut"
+
+
+def oracle(scenario):
+    """A process of its own: SGLang's globals take one model per process."""
+    environment = {**os.environ, "PYTHONPATH": str(_TEST)}
+    done = subprocess.run(
+        [sys.executable, "-m", "kit.capture_oracle", scenario],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("scenario", ["whole", "odd_chunks", "mixed", "retract"])
+def test_tiles_equal_an_uninterrupted_run(scenario):
+    found = oracle(scenario)
+    assert found["wrong"] == []
+    assert found["tiles_left"] == found["tiles"] == 46
+    assert found["counters"]["dropped"] == 0
+    # Nothing is published yet: every tile came back.
+    assert found["counters"]["captured"] == found["counters"]["returned"]
+    assert found["compared"] + found["zombies"] == found["counters"]["captured"]
+    kinds = found["kinds"]
+    assert found["zombies"] == (1 if scenario == "whole" else 0)
+    if scenario == "whole":
+        # Prompts of 1,023, 2,049 and 1,024 tokens: 3 + 8 + 4. Decode: from 1,023 over 1,024,
+        # from 250 over 256, 512 and 768, from 128 and from 255 over 256.
+        assert kinds == {"prefill": 15, "decode": 6}
+    elif scenario == "odd_chunks":
+        assert kinds == {"prefill": 16, f"prefill, {_BOTH}": 1, f"prefill, {_WINDOW}": 3}
+    elif scenario == "mixed":
+        assert kinds == {
+            "prefill": 1,
+            "mixed prefill": 14,
+            f"mixed prefill, {_WINDOW}": 6,
+            f"mixed decode, {_BOTH}": 3,
+        }
+    else:
+        assert found["retractions"] == 6
+        assert found["aborted"] == ["gone"]
+        assert kinds == {"prefill": 25, "decode": 4}
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__, "-v"]))
