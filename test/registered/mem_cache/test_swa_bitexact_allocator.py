@@ -100,9 +100,10 @@ def test_a_free_of_the_window_alone_leaves_the_page(allocator):
     assert allocator.full_available_size() == before + 2 * PAGE
 
 
-def test_indices_in_any_order_and_several_of_a_page_free_the_tile_once(allocator):
-    indices, _ = mapped(allocator, 2, at=1)
-    touched = torch.cat((indices[PAGE + 7 : PAGE + 9], indices[PAGE : PAGE + 1], indices[PAGE + 7 : PAGE + 8]))
+def test_indices_in_any_order_and_several_of_a_page_free_each_tile_once(allocator):
+    first, _ = mapped(allocator, 2, at=1)
+    second, _ = mapped(allocator, 1, at=0)
+    touched = torch.cat((first[PAGE + 7 : PAGE + 9], second[3:4], first[PAGE : PAGE + 1], first[PAGE + 7 : PAGE + 8]))
     allocator.free_swa(touched)
     assert allocator.tiles_available == TILES
     allocator.check_tiles([])
