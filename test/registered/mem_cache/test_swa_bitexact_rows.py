@@ -8,12 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kit.tile_cache import PAGE, WINDOW, TileCache, server_context, tokens_from
 from sglang.srt.managers.schedule_batch import ReqKvInfo
 from sglang.srt.mem_cache.common import free_swa_out_of_window_slots
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.test.ci.ci_register import register_cpu_ci
+
+from kit.tile_cache import PAGE, WINDOW, TileCache, server_context, tokens_from
 
 register_cpu_ci(est_time=12, suite="base-a-test-cpu")
 
