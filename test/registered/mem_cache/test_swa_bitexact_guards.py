@@ -22,13 +22,16 @@ from sglang.srt.plugins import load_plugins
 load_plugins()
 
 from sglang.srt.environ import envs
+from sglang.srt.layers.attention.dsv4 import unified_kv_gate
 from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 from sglang.srt.mem_cache.swa_bitexact import guards, launch_config
+from sglang.srt.mem_cache.swa_bitexact.enabled import bit_exact_enabled
 from sglang.srt.mem_cache.swa_bitexact.guards import FLAG, GUARDS, STORAGE_BACKENDS, check_bit_exact
 from sglang.srt.mem_cache.swa_bitexact.launch_config import LaunchConfig
 from sglang.srt.mem_cache.swa_bitexact.tile_budget import device_tiles, host_tiles, tiles_per_step
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.runtime_context import get_disagg, get_memory
 from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
@@ -204,6 +207,26 @@ class TestStorageBackends(CustomTestCase):
         anchor = LogicalHostPool(512, 256, "page_first")
         self.assertEqual(anchor.get_ksize_per_token(), 0)
         self.assertIsNone(anchor.get_page_buffer_meta([0]))
+
+
+class TestEnabled(CustomTestCase):
+    def test_it_takes_the_flag_the_path_and_something_to_reuse(self):
+        for flag, unified, mode, without_radix, expected in (
+            (True, True, "null", False, True),
+            (False, True, "null", False, False),
+            (True, False, "null", False, False),
+            (True, True, "decode", False, False),
+            (True, True, "null", True, False),
+        ):
+            with (
+                self.subTest(flag=flag, unified=unified, mode=mode, without_radix=without_radix),
+                envs.SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE.override(flag),
+                unittest.mock.patch.object(unified_kv_gate, "is_unified_kv_triton", lambda value=unified: value),
+                server_context(),
+                get_disagg().override(disaggregation_mode=mode),
+                get_memory().override(disable_radix_cache=without_radix),
+            ):
+                self.assertIs(bit_exact_enabled(), expected)
 
 
 class TestAttachAtRunTime(CustomTestCase):

@@ -11,16 +11,21 @@ from sglang.srt.environ import envs
 
 
 def bit_exact_enabled() -> bool:
-    """The switch is on, the unified_kv path is taken, and this is no PD decode node.
+    """The switch is on, the unified_kv path is taken, and there are prefixes to reuse.
 
-    A decode node receives windows and states with each request; it keeps stock matching.
+    A PD decode node receives windows and states with each request; it keeps stock matching.
+    Without a radix cache nothing is reused, and nothing is captured.
     """
     if not envs.SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE.get():
         return False
     from sglang.srt.layers.attention.dsv4.unified_kv_gate import is_unified_kv_triton
-    from sglang.srt.runtime_context import get_disagg
+    from sglang.srt.runtime_context import get_disagg, get_memory
 
-    return is_unified_kv_triton() and get_disagg().disaggregation_mode != "decode"
+    return (
+        is_unified_kv_triton()
+        and get_disagg().disaggregation_mode != "decode"
+        and not get_memory().disable_radix_cache
+    )
 
 
 def pool_configurator_class(stock: type) -> type:
