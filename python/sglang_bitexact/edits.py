@@ -78,6 +78,16 @@ class EditFile(_Strict):
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
     edits: tuple[Edit, ...] = Field(min_length=1)
 
+    @model_validator(mode="after")
+    def _each_edit_once(self) -> EditFile:
+        seen: set[tuple[Anchor, str, str]] = set()
+        for number, edit in enumerate(self.edits, start=1):
+            key = (edit.at, edit.do, edit.code)
+            if key in seen:
+                raise ValueError(f"edit {number} ({edit.do} at {edit.at}) is there twice: remove one")
+            seen.add(key)
+        return self
+
     def through(self, part: int) -> tuple[Edit, ...]:
         return tuple(edit for edit in self.edits if edit.part <= part)
 

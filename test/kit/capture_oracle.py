@@ -50,7 +50,8 @@ class Observer:
     def __init__(self, run: SchedulerRun) -> None:
         self.records: list[Record] = []
         self.outputs: dict[str, list[int]] = {}
-        self.zombies = self.retractions = 0
+        self.zombies = self.retractions = self.extend_plans = 0
+        self.state_calls: list[tuple[int, bool]] = []
         scheduler = run.scheduler
         self.allocator = scheduler.token_to_kv_pool_allocator
         process = scheduler.process_batch_result
@@ -62,6 +63,14 @@ class Observer:
             self.outputs |= {r.rid: list(r.output_ids) for r in batch.reqs}
 
         scheduler.process_batch_result = processed
+        writer = self.allocator.get_kvcache().tile_writer
+        state_rows = writer.state_rows
+
+        def observed_rows(layer_id: int, *arguments: Any, is_indexer: bool) -> None:
+            self.state_calls.append((layer_id, is_indexer))
+            state_rows(layer_id, *arguments, is_indexer=is_indexer)
+
+        writer.state_rows = observed_rows
         from sglang.srt.managers.schedule_batch import Req
 
         retract = Req.reset_for_retract
@@ -74,6 +83,7 @@ class Observer:
 
     def _record(self, batch: Any) -> None:
         plan = batch.swa_capture_plan
+        self.extend_plans += not batch.forward_mode.is_decode()
         for capture, tile in zip(plan.captures, plan.tile_ids.tolist(), strict=True):
             if capture.owner.released:
                 self.zombies += 1
@@ -150,7 +160,7 @@ def arrivals(scenario: str) -> dict[int, list[Any]]:
             9: [r("d", prompt(4, 322), 2), r("e", prompt(5, 512), 2), r("f", prompt(6, 1100), 2)],
             18: [r("g", prompt(7, 385), 2), r("h", prompt(8, 260), 2), r("i", prompt(9, 769), 2)],
         }
-    if scenario == "mixed":
+    if scenario.startswith("mixed"):
         # Decode rows cross boundaries while prompts keep arriving.
         steady = [r("a", prompt(1, 245), 40), r("b", prompt(2, 505), 20), r("c", prompt(3, 250), 20)]
         return {0: steady, **{i: [r(f"p{i}", prompt(10 + i, 300 + 37 * i), 3)] for i in range(3, 14)}}
@@ -163,6 +173,9 @@ def arrivals(scenario: str) -> dict[int, list[Any]]:
     return {
         0: [r("a", prompt(1, 700), 90), r("b", prompt(2, 420), 120), r("c", prompt(3, 500), 60)],
         4: [r("d", prompt(4, 900), 40), r("gone", prompt(5, 1500), 200)],
+        # In the middle of its chunks, and while one is under way.
+        6: [r("cut", prompt(7, 2500), 5)],
+        10: [abort("cut")],
         40: [abort("gone")],
         41: [r("e", prompt(6, 240), 60)],
     }
@@ -172,6 +185,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "whole": {"chunked_prefill_size": 2048},
     "odd_chunks": {"chunked_prefill_size": 512},
     "mixed": {"chunked_prefill_size": 512, "enable_mixed_chunk": True, "disable_overlap_schedule": True},
+    "mixed_overlap": {"chunked_prefill_size": 512, "enable_mixed_chunk": True},
     "retract": {"chunked_prefill_size": 512},
 }
 
@@ -183,7 +197,7 @@ def serve(scenario: str) -> tuple[SchedulerRun, Observer]:
 
     # A server refuses to start as long as the parts that reuse tiles are missing.
     guards.MISSING_PARTS = ()
-    if scenario in ("odd_chunks", "mixed"):
+    if scenario.startswith(("odd", "mixed")):
         # Upstream's default on the AMD GPUs that run unified_kv.
         schedule_policy._use_exact_chunk_fill = lambda: True
     run = SchedulerRun(
@@ -235,6 +249,8 @@ def main(scenario: str) -> None:
         "kinds": dict(kinds),
         "zombies": observer.zombies,
         "retractions": observer.retractions,
+        # Per planned prefill step: how often each compressor's hook ran.
+        "state_calls": {f"{k}": v / observer.extend_plans for k, v in Counter(observer.state_calls).items()},
         "aborted": run.aborted(),
         "counters": vars(planner.counters),
         "tiles_left": observer.allocator.tiles_available,

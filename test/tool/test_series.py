@@ -36,6 +36,14 @@ def test_a_new_file_must_belong_to_a_part(tmp_path):
         Series(root).new_files(1)
 
 
+def test_an_edit_must_not_be_there_twice(tmp_path):
+    path = make_series(tmp_path) / "srt/loop.edits.yaml"
+    text = path.read_text()
+    path.write_text(text + text.split("edits:\n")[1])
+    with pytest.raises(BitexactError, match=r"edit 2 \(before at .*\) is there twice: remove one"):
+        _ = Series(tmp_path).edit_files
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

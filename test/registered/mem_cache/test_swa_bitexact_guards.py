@@ -22,16 +22,12 @@ from sglang.srt.plugins import load_plugins
 load_plugins()
 
 from sglang.srt.environ import envs
-from sglang.srt.layers.attention.dsv4 import unified_kv_gate
 from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 from sglang.srt.mem_cache.swa_bitexact import guards, launch_config
-from sglang.srt.mem_cache.swa_bitexact.enabled import bit_exact_enabled
 from sglang.srt.mem_cache.swa_bitexact.guards import FLAG, GUARDS, STORAGE_BACKENDS, check_bit_exact
 from sglang.srt.mem_cache.swa_bitexact.launch_config import LaunchConfig
 from sglang.srt.mem_cache.swa_bitexact.tile_budget import device_tiles, host_tiles, tiles_per_step
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-from sglang.srt.runtime_context import get_disagg, get_memory
 from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
@@ -44,7 +40,6 @@ sys.path[:0] = [str(Path(__file__).parent), str(_ROOT / "test")]
 from test_swa_bitexact_guard_messages import PLAIN
 
 from kit.checkpoint import shared_checkpoint
-from kit.tile_cache import server_context
 
 _MISSING = f"{FLAG} is on, and not usable yet: parts 4 and 5 are not in this build. Unset {FLAG}."
 
@@ -207,64 +202,6 @@ class TestStorageBackends(CustomTestCase):
         anchor = LogicalHostPool(512, 256, "page_first")
         self.assertEqual(anchor.get_ksize_per_token(), 0)
         self.assertIsNone(anchor.get_page_buffer_meta([0]))
-
-
-class TestEnabled(CustomTestCase):
-    def test_it_takes_the_flag_the_path_and_something_to_reuse(self):
-        for flag, unified, mode, without_radix, expected in (
-            (True, True, "null", False, True),
-            (False, True, "null", False, False),
-            (True, False, "null", False, False),
-            (True, True, "decode", False, False),
-            (True, True, "null", True, False),
-        ):
-            with (
-                self.subTest(flag=flag, unified=unified, mode=mode, without_radix=without_radix),
-                envs.SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE.override(flag),
-                unittest.mock.patch.object(unified_kv_gate, "is_unified_kv_triton", lambda value=unified: value),
-                server_context(),
-                get_disagg().override(disaggregation_mode=mode),
-                get_memory().override(disable_radix_cache=without_radix),
-            ):
-                self.assertIs(bit_exact_enabled(), expected)
-
-
-class TestAttachAtRunTime(CustomTestCase):
-    """PUT /hicache/storage-backend must not get past what the launch would have refused."""
-
-    def _attach(self, *arguments, flag=True):
-        attachment = unittest.mock.Mock()
-        attachment.attach.return_value = (True, "attached")
-        with envs.SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE.override(flag), server_context():
-            found = UnifiedRadixCache.attach_storage_backend(
-                SimpleNamespace(_storage_attachment=attachment), *arguments
-            )
-        self.assertEqual(attachment.attach.called, found[0])
-        return found
-
-    def test_other_storage_is_refused_and_nothing_is_attached(self):
-        ok, message = self._attach("hf3fs")
-        self.assertFalse(ok)
-        self.assertEqual(
-            message,
-            "storage backend hf3fs does not keep windows and states beside this model's pages; bit-exact reuse needs "
-            "one of file, mooncake, mori, nixl.",
-        )
-
-    def test_another_write_policy_is_refused(self):
-        ok, message = self._attach("file", None, None, None, "write_back")
-        self.assertFalse(ok)
-        self.assertEqual(
-            message,
-            "write policy write_back evicts windows before they are written; bit-exact reuse needs write_through.",
-        )
-
-    def test_what_the_launch_allows_is_attached(self):
-        self.assertEqual(self._attach("file", None, None, None, "write_through"), (True, "attached"))
-        self.assertEqual(self._attach("nixl"), (True, "attached"))
-
-    def test_without_the_flag_nothing_is_refused(self):
-        self.assertEqual(self._attach("hf3fs", None, None, None, "write_back", flag=False), (True, "attached"))
 
 
 class TestOperatorsPage(CustomTestCase):

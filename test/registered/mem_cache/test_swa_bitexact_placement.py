@@ -64,6 +64,11 @@ def test_an_impossible_chunk_is_refused(chunk):
         boundaries(*chunk, 10, 1)
 
 
+def test_a_branch_point_that_is_no_boundary_is_refused():
+    with pytest.raises(ValueError, match="branch_at is 300, expected a multiple of 256"):
+        boundaries(0, 512, 512, 1, 300)
+
+
 _LENGTHS = st.integers(1, 6000)
 
 

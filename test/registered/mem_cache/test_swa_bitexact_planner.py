@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 import sys
-from array import array
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from sglang.srt.mem_cache.swa_bitexact.planner import CapturePlanner, TileCounte
 from sglang.srt.mem_cache.swa_bitexact.tile_table import CapturePlan, RequestTiles, TileCapture
 from sglang.test.ci.ci_register import register_cpu_ci
 
+from kit.scheduler_steps import decode, extend, random_step, req
 from kit.tile_cache import PAGE, server_context
 from kit.tile_pools import tile_pools
 
@@ -30,31 +29,6 @@ def planner(tiles=8, stride=1):
     return CapturePlanner(tile_pools(tiles=tiles), stride)
 
 
-def req(slot, length, branch=None, skip=False):
-    """What a plan reads of a request."""
-    return SimpleNamespace(
-        kv=SimpleNamespace(req_pool_idx=slot),
-        full_untruncated_fill_ids=array("q", range(length)),
-        swa_branching_seqlen=branch,
-        skip_radix_cache_insert=skip,
-        swa_tiles=None,
-    )
-
-
-def extend(*parts):
-    """A prefill batch of (request, start, end)."""
-    return SimpleNamespace(
-        reqs=[r for r, _, _ in parts],
-        prefix_lens=[start for _, start, _ in parts],
-        extend_lens=[end - start for _, start, end in parts],
-    )
-
-
-def decode(*parts):
-    """A decode step of (request, length after the step)."""
-    return SimpleNamespace(reqs=[r for r, _ in parts], seq_lens_cpu=torch.tensor([n for _, n in parts]))
-
-
 def boundaries(plan):
     return [(c.slot, c.boundary, c.chunk_start, c.first_row) for c in plan.captures]
 
@@ -63,7 +37,7 @@ def test_a_prefill_batch_is_planned_with_the_rows_of_each_request():
     p = planner()
     a, b = req(1, 700), req(2, 300)
     plan = p.plan_extend(extend((a, 200, 700), (b, 0, 300)))
-    assert boundaries(plan) == [(1, 512, 200, 0), (1, 256, 200, 0), (2, 256, 0, 500)]
+    assert boundaries(plan) == [(1, 512, 200, 0), (2, 256, 0, 500), (1, 256, 200, 0)]
     assert sorted(a.swa_tiles.tiles) == [256, 512]
     assert p.counters == TileCounters(captured=3)
     p.allocator.check_tiles([plan.tile_ids])
@@ -93,22 +67,52 @@ def test_the_branch_point_is_captured():
     assert boundaries(plan) == [(1, 768, 512, 0)]
 
 
-def test_a_shortage_keeps_the_deepest_and_counts_the_rest():
+def test_a_shortage_keeps_last_and_deepest_boundaries_and_counts_the_rest():
     p = planner(tiles=3)
     plan = p.plan_extend(extend((req(1, 1030), 0, 1030), (req(2, 300), 0, 300)))
-    assert boundaries(plan) == [(1, 1024, 0, 0), (1, 768, 0, 0), (1, 512, 0, 0)]
+    assert boundaries(plan) == [(1, 1024, 0, 0), (2, 256, 0, 1030), (1, 768, 0, 0)]
     assert p.counters == TileCounters(captured=3, dropped=2)
     assert p.plan_decode(decode((req(3, 9), 256))) is None
     assert p.counters.dropped == 3
 
 
-def test_every_rank_plans_the_same_from_the_same_lengths():
-    plans = []
-    for _ in range(2):
-        p = planner(tiles=3)
-        plan = p.plan_extend(extend((req(1, 800), 0, 800), (req(2, 800), 0, 800)))
-        plans.append((boundaries(plan), plan.tile_ids.tolist()))
-    assert plans[0] == plans[1]
+def test_a_shortage_leaves_every_request_its_last_boundary():
+    p = planner(tiles=3)
+    plan = p.plan_extend(extend((req(1, 2000), 0, 2000), (req(2, 300), 0, 300)))
+    assert boundaries(plan) == [(1, 1792, 0, 0), (2, 256, 0, 2000), (1, 1536, 0, 0)]
+
+
+def test_in_a_shortage_a_newer_decode_tile_takes_the_place_of_an_older_one():
+    p = planner(tiles=8)
+    requests = [req(slot, 9) for slot in range(1, 5)]
+    for length in range(PAGE, 21 * PAGE, PAGE):
+        p.finish(p.plan_decode(decode(*((r, length) for r in requests))))
+        assert all(max(r.swa_tiles.tiles) == length for r in requests)
+    # 80 captures in 8 tiles: each request keeps its last two boundaries, none is dropped.
+    assert [sorted(r.swa_tiles.tiles) for r in requests] == [[19 * PAGE, 20 * PAGE]] * 4
+    assert p.counters == TileCounters(captured=80, returned=72)
+
+
+def test_what_is_dropped_is_logged_at_powers_of_two(caplog):
+    p = planner(tiles=1)
+    assert p.plan_extend(extend((req(1, 300), 0, 300))) is not None
+    with caplog.at_level("WARNING"):
+        for slot in range(1, 9):
+            p.plan_extend(extend((req(slot, 300), 0, 300)))
+    said = [
+        r.getMessage().split("short, ")[1].split(" ")[0] for r in caplog.records if "tiles are short" in r.getMessage()
+    ]
+    assert said == ["1", "2", "4", "8"]
+
+
+def test_a_plan_is_settled_once():
+    p = planner(stride=4)
+    a = req(1, 9)
+    plan = p.plan_decode(decode((a, 256)))
+    p.finish(plan)
+    p.finish(plan)
+    assert sorted(a.swa_tiles.tiles) == [256]
+    p.allocator.check_tiles(a.swa_tiles.tiles.values())
 
 
 def test_an_off_grid_decode_tile_goes_back_when_the_next_boundary_is_captured():
@@ -174,11 +178,11 @@ def test_mixed_rows_lie_behind_the_chunk():
     running = decode((req(2, 9), 300), (req(3, 9), 512))
     prefill.swa_capture_plan, prefill.extend_num_tokens = p.plan_extend(prefill), 300
     running.swa_capture_plan = p.plan_decode(running)
-    plan = p.mixed(prefill, running)
+    plan = p.plan_mixed(prefill, running)
     assert boundaries(plan) == [(1, 256, 0, 0), (3, 512, 511, 301)]
     assert plan.tile_ids.tolist() == [1, 2]
     running.swa_capture_plan = None
-    assert p.mixed(prefill, running) is prefill.swa_capture_plan
+    assert p.plan_mixed(prefill, running) is prefill.swa_capture_plan
 
 
 def test_addresses_of_a_straddling_window():
@@ -192,47 +196,12 @@ def test_addresses_of_a_straddling_window():
     assert window[0].item() == -1 - (3 * 131 + 122)
 
 
-def _random_step(p, rng, state):
-    """One scheduler step: a batch is planned, an older one finishes, requests come and go."""
-    live, flying = state
-    while len(live) < 4 and rng.random() < 0.7:
-        slot = next(s for s in range(1, 5) if s not in live)
-        length = rng.randrange(1, 3000)
-        live[slot] = (req(slot, length, branch=rng.choice([None, 256, 512])), 0, length)
-    plan = None
-    if rng.random() < 0.5:
-        parts = []
-        for slot, (r, done, length) in list(live.items()):
-            if done < length and rng.random() < 0.8:
-                end = min(length, done + rng.randrange(1, 900))
-                parts.append((r, done, end))
-                live[slot] = (r, end, length)
-        plan = p.plan_extend(extend(*parts)) if parts else None
-    else:
-        parts = []
-        for slot, (r, done, length) in list(live.items()):
-            if done >= length:
-                # Often just before a boundary, so that decode crosses many.
-                done = max(done, done // PAGE * PAGE + rng.choice([0, PAGE - 1]))
-                live[slot] = (r, done + 1, length)
-                parts.append((r, done + 1))
-        plan = p.plan_decode(decode(*parts)) if parts else None
-    flying.append(plan)
-    for slot in list(live):
-        if rng.random() < 0.08:
-            p.release(live.pop(slot)[0])
-    # Overlap: the result of a step is processed after the next one is planned.
-    while len(flying) > rng.choice([0, 1]):
-        if (done_plan := flying.pop(0)) is not None:
-            p.finish(done_plan)
-
-
 @pytest.mark.parametrize(("tiles", "stride"), [(8, 1), (64, 2), (5, 0)])
 def test_ten_thousand_random_steps_leak_nothing(tiles, stride):
     p, rng = planner(tiles, stride), random.Random(tiles)
     live, flying = {}, []
     for step in range(10_000):
-        _random_step(p, rng, (live, flying))
+        random_step(p, rng, live, flying)
         if step % 10 == 0:
             held = {id(t): t for r, *_ in live.values() if r.swa_tiles for t in r.swa_tiles.tiles.values()}
             for plan in flying:

@@ -145,6 +145,14 @@ def test_addresses_are_made_once_per_step_not_per_layer(rings):
     assert [call.args[1:] for call in made.call_args_list] == [(WINDOW, WINDOW), (4, 8)]
 
 
+def test_a_decode_plan_that_runs_as_a_prefill_takes_its_own_row_from_the_flat_rows(rings):
+    """A data-parallel rank that decodes may have to compute its step as an extend of one row each."""
+    kv = flat_rows(3, 512, torch.bfloat16)
+    rings.writer.window_rows(2, kv, None, plan((512, 1, 511, 1, 3)))
+    expected = torch.cat((rings.window_rows(2, 1, range(384, 511)), kv[1:2]))
+    assert torch.equal(rings.tiles.buffers["window"][2, 3], expected)
+
+
 class _Untouchable:
     """Fails on any use: what a step without a boundary may look at."""
 

@@ -21,11 +21,13 @@ class TileTokenToKVPoolAllocator(SWATokenToKVPoolAllocator):
     What stock asks of the SWA side keeps its meaning, request slots: swa_available_size,
     the prefill budget, size_swa. The tiles have figures of their own.
 
-    Frees look at the mapping, so a free outside a group synchronizes with the device once, as
-    stock's free_swa does at this page size; a group of frees synchronizes once at its end.
+    Which tiles a free gives back is known to the device only. What was freed is looked at when
+    tiles run short, or are counted: only then does the host wait for the device.
     """
 
     def __init__(self, size: int, size_swa: int, **kwargs: Any) -> None:
+        # SWA slots of freed pages, not looked at yet: 0 where a page had no tile.
+        self._freed_slots: list[torch.Tensor] = []
         super().__init__(size, size_swa, **kwargs)
         kvcache = self.get_kvcache()
         layout = TileLayout.of_pool(kvcache, self.page_size)
@@ -39,8 +41,15 @@ class TileTokenToKVPoolAllocator(SWATokenToKVPoolAllocator):
 
     @property
     def tiles_available(self) -> int:
-        """Free tiles."""
+        """Free tiles. Synchronizes if something was freed since it was last counted."""
+        self._collect_freed()
         return self.swa_attn_allocator.available_size() // self.page_size
+
+    def tiles_up_to(self, count: int) -> int:
+        """``count``, or the number of free tiles if fewer are free; counts only if it must."""
+        if self.swa_attn_allocator.available_size() >= count * self.page_size:
+            return count
+        return min(count, self.tiles_available)
 
     def tiles_evictable(self, tree_cache: BasePrefixCache) -> int:
         """Tiles that the tree would give up: those of unlocked nodes."""
@@ -49,10 +58,21 @@ class TileTokenToKVPoolAllocator(SWATokenToKVPoolAllocator):
     def alloc_tiles(self, count: int) -> torch.Tensor | None:
         """``count`` tile ids, int64 [count] on the device, or None if fewer are free.
 
-        No synchronization: which tiles they are is known to the device only.
+        Which tiles they are is known to the device only.
         """
-        slots = self.swa_attn_allocator.alloc(count * self.page_size)
+        slots = self.alloc_tile_slots(count * self.page_size)
         return None if slots is None else slots[:: self.page_size] // self.page_size
+
+    def alloc_tile_slots(self, need_size: int) -> torch.Tensor | None:
+        """Whole tiles as the SWA slots that stand for them, int64 [need_size]; None if short."""
+        if self.swa_attn_allocator.available_size() < need_size:
+            self._collect_freed()
+        return self.swa_attn_allocator.alloc(need_size)
+
+    def _collect_freed(self) -> None:
+        if self._freed_slots:
+            slots, self._freed_slots = torch.cat(self._freed_slots), []
+            super()._release_swa(slots)
 
     def free_tiles(self, tile_ids: torch.Tensor) -> None:
         """Give tiles back that no FULL page is mapped to; each of them once."""
@@ -71,6 +91,7 @@ class TileTokenToKVPoolAllocator(SWATokenToKVPoolAllocator):
         Raises:
             AssertionError: names the tiles that are lost or have several owners.
         """
+        self._collect_freed()
         slots = self.full_to_swa_index_mapping[: -1 : self.page_size]
         owned = [
             self.swa_attn_allocator.get_all_free_pages(),
@@ -111,6 +132,9 @@ class TileTokenToKVPoolAllocator(SWATokenToKVPoolAllocator):
         else:
             self.swa_free_group.append(slots)
 
+    def _release_swa(self, swa_indices: torch.Tensor) -> None:
+        self._freed_slots.append(swa_indices)
+
     def evict_to_free_tokens(
         self, tree_cache: BasePrefixCache | None, num_tokens: int
     ) -> None:
@@ -138,6 +162,10 @@ class TileTokenToKVPoolAllocator(SWATokenToKVPoolAllocator):
                 f"{(mapped[mapped > 0] // self.page_size).tolist()}: their free lost the tile"
             )
         return indices
+
+    def clear(self) -> None:
+        self._freed_slots = []
+        super().clear()
 
     def resize(self, config: Any) -> None:
         super().resize(config)

@@ -103,9 +103,9 @@ class TileWriter:
         self, stream: str, plan: CapturePlan, *, from_flat: bool
     ) -> torch.Tensor:
         geometry = self.pool.layout.streams[stream]
-        key = (geometry.rows, geometry.ring_rows)
+        key = (geometry.rows, geometry.ring_rows, from_flat)
         if key not in plan.addresses:
-            on_host = row_addresses(plan, *key, from_flat=from_flat, pin=self._pin)
+            on_host = row_addresses(plan, *key[:2], from_flat=from_flat, pin=self._pin)
             plan.addresses[key] = on_host.to(self.pool.device, non_blocking=True)
         return plan.addresses[key]
 

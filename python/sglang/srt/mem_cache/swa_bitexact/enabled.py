@@ -51,12 +51,12 @@ def swa_allocator_class(stock: type, kvcache: Any) -> type:
     return TileTokenToKVPoolAllocator
 
 
-def storage_refusal(backend: str, write_policy: str | None) -> str | None:
-    """Why an exact server must not attach this storage while it runs; None if it may.
+def storage_refusal(kvcache: Any, backend: str, write_policy: str | None) -> str | None:
+    """Why a server on ``kvcache`` must not attach this storage while it runs; None if it may.
 
     The launch checks look at the same two settings, and a request can change both later.
     """
-    if not bit_exact_enabled():
+    if getattr(kvcache, "capture_pool", None) is None:
         return None
     from sglang.srt.mem_cache.swa_bitexact.guards import STORAGE_BACKENDS
 

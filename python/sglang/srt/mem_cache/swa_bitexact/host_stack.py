@@ -219,7 +219,7 @@ def _pool_entries(
             transfer_layer_id_max=mappings.transfer_layer_id_max,
             host_evict_fn=lambda slots: cache.evict_host(slots, ComponentType.SWA),
             device_evict_fn=lambda slots: _evict_for_tiles(cache, allocator, slots),
-            device_alloc_fn=allocator.swa_attn_allocator.alloc,
+            device_alloc_fn=allocator.alloc_tile_slots,
             device_free_fn=allocator.swa_attn_allocator.free,
         )
     ]

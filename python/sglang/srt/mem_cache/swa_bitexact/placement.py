@@ -32,12 +32,17 @@ def extend_boundaries(
     boundary, 1_024, is captured by the second of three chunks.
 
     Raises:
-        ValueError: the chunk is empty backwards or ends beyond the sequence.
+        ValueError: the chunk ends before it starts or beyond the sequence, or ``branch_at``
+            is no boundary.
     """
     if not 0 <= chunk_start <= chunk_end <= sequence_len:
         raise ValueError(
             f"chunk [{chunk_start}, {chunk_end}) of a sequence of {sequence_len}: expected "
             f"0 <= start <= end <= length"
+        )
+    if branch_at and branch_at % page_size:
+        raise ValueError(
+            f"branch_at is {branch_at}, expected a multiple of {page_size}"
         )
     wanted = {sequence_len // page_size * page_size}
     wanted.add((sequence_len - 1) // page_size * page_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ from sglang.srt.mem_cache.swa_bitexact.tile_table import (
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -44,7 +47,8 @@ class CapturePlanner:
     def plan_extend(self, batch: ScheduleBatch) -> CapturePlan | None:
         """The captures of a prefill batch whose slots are assigned; None if there are none.
 
-        Takes tiles. Where fewer are free than wanted, the deepest boundaries get them.
+        Takes tiles, enters them in ``req.swa_tiles`` (made here) and counts. Where fewer are
+        free than wanted, every request's last boundary comes first.
         """
         captures: list[TileCapture] = []
         first_row = 0
@@ -64,7 +68,11 @@ class CapturePlanner:
         return self._take(captures)
 
     def plan_decode(self, batch: ScheduleBatch) -> CapturePlan | None:
-        """The captures of a decode step: requests whose new length is a boundary."""
+        """The captures of a decode step: requests whose new length is a boundary.
+
+        Takes tiles as plan_extend() does. Where too few are free, a request's older decode
+        tile makes room for its newer one.
+        """
         at_boundary = batch.seq_lens_cpu % self.page_size == 0
         if not at_boundary.any():
             return None
@@ -78,10 +86,21 @@ class CapturePlanner:
                 )
         return self._take(captures)
 
-    def mixed(self, extend: ScheduleBatch, decode: ScheduleBatch) -> CapturePlan | None:
-        """The plan of a mixed step: the decode batch's rows lie behind the prefill's flat rows."""
-        return joined(
-            extend.swa_capture_plan, decode.swa_capture_plan, extend.extend_num_tokens
+    def plan_mixed(
+        self, extend: ScheduleBatch, decode: ScheduleBatch
+    ) -> CapturePlan | None:
+        """Both batches' plans as one: row r of ``decode`` is flat row r behind ``extend``'s."""
+        first, second = extend.swa_capture_plan, decode.swa_capture_plan
+        if second is None:
+            return first
+        moved = tuple(
+            c._replace(first_row=c.first_row + extend.extend_num_tokens)
+            for c in second.captures
+        )
+        if first is None:
+            return CapturePlan(moved, second.tile_ids)
+        return CapturePlan(
+            first.captures + moved, torch.cat((first.tile_ids, second.tile_ids))
         )
 
     def _captures(
@@ -106,14 +125,24 @@ class CapturePlanner:
         ]
 
     def _take(self, captures: list[TileCapture]) -> CapturePlan | None:
+        """Take tiles, enter them in their owners' tables, count; None without any."""
         wanted = len(captures)
-        count = min(wanted, self.allocator.tiles_available)
+        count = self.allocator.tiles_up_to(wanted)
+        if count < wanted:
+            self._give_up_superseded(captures, wanted - count)
+            count = self.allocator.tiles_up_to(wanted)
+            self._drop(wanted - count)
         self.counters.captured += count
-        self.counters.dropped += wanted - count
         if count == 0:
             return None
-        # Stable, so that every rank drops the same ones.
-        captures = sorted(captures, key=lambda capture: -capture.boundary)[:count]
+        # A request's last boundary before its others, the deepest first; stable, so that
+        # every rank drops the same ones.
+        last: dict[int, int] = {}
+        for c in captures:
+            last[id(c.owner)] = max(c.boundary, last.get(id(c.owner), 0))
+        captures = sorted(
+            captures, key=lambda c: (c.boundary < last[id(c.owner)], -c.boundary)
+        )[:count]
         tile_ids = self.allocator.alloc_tiles(count)
         assert tile_ids is not None, f"{count} tiles are free and were not handed out"
         for capture, tile_id in zip(captures, tile_ids.split(1), strict=True):
@@ -121,25 +150,62 @@ class CapturePlanner:
             capture.owner.in_flight.add(capture.boundary)
         return CapturePlan(tuple(captures), tile_ids)
 
+    def _give_up_superseded(self, captures: list[TileCapture], missing: int) -> None:
+        """Return up to ``missing`` older decode tiles of requests that capture a newer one."""
+        back: list[torch.Tensor] = []
+        for owner, *_, decode in captures:
+            if decode and len(back) < missing:
+                back += self._oldest_decoded(owner)
+        self._return(back)
+
+    def _oldest_decoded(self, owner: RequestTiles) -> list[torch.Tensor]:
+        while owner.decoded:
+            # A published one is the tree's, and no longer in the table.
+            if tile := _pop(owner, owner.decoded.pop(0)):
+                return tile
+        return []
+
+    def _drop(self, count: int) -> None:
+        """Count captures without a tile; say so at 1, 2, 4, 8, ... of them."""
+        before, self.counters.dropped = (
+            self.counters.dropped,
+            self.counters.dropped + count,
+        )
+        if before.bit_length() < self.counters.dropped.bit_length():
+            logger.warning(
+                "Bit-exact reuse: tiles are short, %d reuse points dropped so far. Raise "
+                "--hicache-swa-device-tile-fraction or --hicache-swa-offload-page-stride.",
+                self.counters.dropped,
+            )
+
     def finish(self, plan: CapturePlan) -> None:
-        """The step's result is being processed: nothing of it will write a tile any more.
+        """The step's result is being processed: its captures are settled; once is enough.
 
         Returns the tiles of requests that were released meanwhile (a zombie step), and the
-        off-grid tile that a decode capture replaces.
+        off-grid tile that a decode capture replaces. Under overlap the device may not be done
+        yet: whoever is given a tile next must write it on the forward stream, or wait for it.
         """
         back: list[torch.Tensor] = []
         for owner, boundary, *_, decode in plan.captures:
-            owner.in_flight.discard(boundary)
+            if boundary not in owner.in_flight:
+                continue
+            owner.in_flight.remove(boundary)
             if owner.released:
                 back += _pop(owner, boundary)
             elif decode:
-                back += _pop(owner, owner.off_grid)
-                kept = on_grid(boundary, page_size=self.page_size, stride=self.stride)
-                owner.off_grid = None if kept else boundary
+                if owner.decoded and not self._kept(owner.decoded[-1]):
+                    back += _pop(owner, owner.decoded.pop())
+                owner.decoded.append(boundary)
         self._return(back)
 
+    def _kept(self, boundary: int) -> bool:
+        return on_grid(boundary, page_size=self.page_size, stride=self.stride)
+
     def release(self, req: Req) -> None:
-        """The request gives its slot up: its tiles go back, those in flight when they land."""
+        """The request gives its slot up: its tiles go back, those in flight when they land.
+
+        Takes ``req.swa_tiles`` away and counts what is returned.
+        """
         owner = req.swa_tiles
         if owner is None:
             return
@@ -154,23 +220,7 @@ class CapturePlanner:
             self.allocator.free_tiles(torch.cat(tiles))
 
 
-def _pop(owner: RequestTiles, boundary: int | None) -> list[torch.Tensor]:
+def _pop(owner: RequestTiles, boundary: int) -> list[torch.Tensor]:
     """The tile of ``boundary``, removed from the table; none if it was published or is gone."""
-    tile = None if boundary is None else owner.tiles.pop(boundary, None)
+    tile = owner.tiles.pop(boundary, None)
     return [] if tile is None else [tile]
-
-
-def joined(
-    extend: CapturePlan | None, decode: CapturePlan | None, extend_tokens: int
-) -> CapturePlan | None:
-    """Both plans as one; row r of the decode step is flat row ``extend_tokens + r``."""
-    if decode is None:
-        return extend
-    moved = tuple(
-        c._replace(first_row=c.first_row + extend_tokens) for c in decode.captures
-    )
-    if extend is None:
-        return CapturePlan(moved, decode.tile_ids)
-    return CapturePlan(
-        extend.captures + moved, torch.cat((extend.tile_ids, decode.tile_ids))
-    )

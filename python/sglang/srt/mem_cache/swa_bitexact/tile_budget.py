@@ -10,8 +10,9 @@ FEW_HOST_TILES_PER_DEVICE_TILE = 2
 
 
 def tiles_per_step(chunk_tokens: int, *, page_size: int, stride: int) -> int:
-    """Most tiles that one chunk of ``chunk_tokens`` takes: the grid, the last two boundaries
-    and a branch point, but no more than it has boundaries. A chunk size of 0 or less means
+    """Most tiles that a chunk of ``chunk_tokens`` of one sequence takes: the grid, the last two
+    boundaries and a branch point, but no more than it has boundaries. Many short prompts in
+    one step can want more; what is short then is dropped and counted. A chunk size of 0 or less means
     no chunks; only the grid is unknown then, and one page of it is counted.
 
     Example, chunk_tokens=8_192, page_size=256: stride 1 -> 32, stride 4 -> 11, stride 0 -> 3.

@@ -18,8 +18,9 @@ class RequestTiles:
 
     tiles: dict[int, torch.Tensor] = field(default_factory=dict)
     in_flight: set[int] = field(default_factory=set)
-    # Captured in decode and on no grid: given back when the next boundary is captured.
-    off_grid: int | None = None
+    # Settled boundaries that decode captured, ascending: of no use once there is a newer one,
+    # unless they lie on the grid and tiles are plenty.
+    decoded: list[int] = field(default_factory=list)
     released: bool = False
 
 
@@ -44,9 +45,9 @@ class CapturePlan:
     """What one step captures; made by the scheduler, executed by the attention backend.
 
     tile_ids: int64 [len(captures)] on the device. addresses: where the rows come from,
-    by (rows, ring rows), filled in by the first hook that needs them, shared by all layers.
+    by (rows, ring rows, from flat rows), filled in by the first hook that needs them, shared by all layers.
     """
 
     captures: tuple[TileCapture, ...]
     tile_ids: torch.Tensor
-    addresses: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    addresses: dict[tuple[int, int, bool], torch.Tensor] = field(default_factory=dict)
