@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import unittest.mock
 from types import SimpleNamespace
 
 import pytest
@@ -154,6 +155,23 @@ def test_a_page_freed_twice_in_a_group_returns_its_tile_once(allocator):
     allocator.free_swa_segment(indices, start_pos=0)
     allocator.free_group_end()
     assert allocator.tiles_available == TILES
+    allocator.check_tiles([])
+
+
+def test_a_free_does_not_wait_and_does_not_pile_up(allocator):
+    """Which tiles came back is looked at when one is missing, or after many frees."""
+    collected = unittest.mock.Mock(wraps=allocator._collect_freed)
+    with unittest.mock.patch.object(allocator, "_collect_freed", collected):
+        mapped_rows = [mapped(allocator, 1, at=0)[0] for _ in range(TILES)]
+        for indices in mapped_rows:
+            allocator.free_segment(indices, start_pos=0)
+        assert collected.call_count == 0
+        assert allocator.tiles_up_to(0) == 0 and collected.call_count == 0
+        assert allocator.tiles_up_to(TILES + 1) == TILES and collected.call_count == 1
+        for _ in range(1_000):
+            allocator.free_segment(full(allocator, 1), start_pos=0)
+        assert collected.call_count == 1 + 1_000 // 256
+    assert len(allocator._freed_slots) < 256
     allocator.check_tiles([])
 
 

@@ -88,8 +88,8 @@ _CASES = [
     (
         {"unified_kv_fp8": True},
         (
-            "SGLANG_DSV4_UNIFIED_KV_FP8 is on, but must be off for bit-exact reuse: a window lies in two pools under "
-            "fp8, and only one is carried so far. Unset SGLANG_DSV4_UNIFIED_KV_FP8."
+            "SGLANG_DSV4_UNIFIED_KV_FP8 is on, but must be off for bit-exact reuse: HiCache mirrors one pool of a "
+            "window so far, and fp8 has two. Unset SGLANG_DSV4_UNIFIED_KV_FP8."
         ),
     ),
     (

@@ -12,6 +12,9 @@ from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, EvictParams
 from sglang.srt.mem_cache.swa_bitexact.capture_pool import CapturePool
 from sglang.srt.mem_cache.swa_bitexact.layout import TileLayout
 
+# Frees that are kept for later at most; requests without a boundary only ever free.
+_FREES_BEFORE_COUNT = 256
+
 
 class TileTokenToKVPoolAllocator(SWATokenToKVPoolAllocator):
     """FULL pages as ever; SWA pages are tiles, mapped only where one was published.
@@ -22,7 +25,8 @@ class TileTokenToKVPoolAllocator(SWATokenToKVPoolAllocator):
     the prefill budget, size_swa. The tiles have figures of their own.
 
     Which tiles a free gives back is known to the device only. What was freed is looked at when
-    tiles run short, or are counted: only then does the host wait for the device.
+    tiles run short, are counted, or many frees have come together: only then does the host
+    wait for the device.
     """
 
     def __init__(self, size: int, size_swa: int, **kwargs: Any) -> None:
@@ -134,6 +138,8 @@ class TileTokenToKVPoolAllocator(SWATokenToKVPoolAllocator):
 
     def _release_swa(self, swa_indices: torch.Tensor) -> None:
         self._freed_slots.append(swa_indices)
+        if len(self._freed_slots) == _FREES_BEFORE_COUNT:
+            self._collect_freed()
 
     def evict_to_free_tokens(
         self, tree_cache: BasePrefixCache | None, num_tokens: int

@@ -125,7 +125,7 @@ GUARDS = (
     Guard(
         "SGLANG_DSV4_UNIFIED_KV_FP8",
         "off",
-        "a window lies in two pools under fp8, and only one is carried so far",
+        "HiCache mirrors one pool of a window so far, and fp8 has two",
         lambda c: "on" if c.unified_kv_fp8 else None,
     ),
     Guard(
