@@ -1,0 +1,41 @@
+"""Padded steps, decode steps computed as extends, and idle ranks: as under DP attention."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=30, suite="base-a-test-cpu")
+
+_TEST = Path(__file__).resolve().parents[2]
+_DECODE, _EXTEND = ["decode_states", "decode_windows"], ["state_rows", "window_rows"]
+
+
+def test_tiles_of_padded_steps_equal_those_of_plain_steps():
+    """A process of its own: SGLang's globals take one model per process."""
+    done = subprocess.run(
+        [sys.executable, "-m", "kit.padded_steps"],
+        env={**os.environ, "PYTHONPATH": str(_TEST)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["boundaries"] == [256, 512]
+    assert found["plain_decode_hooks"] == _DECODE
+    # The step to 512 ran as an extend of one row, and filled its tile from flat row and ring.
+    for padded in ("extend", "decode", "both"):
+        assert found[padded] == {"equal": True, "decode_hooks": _DECODE + _EXTEND}
+    # The made-up request of an idle rank is an extend as well, and no hook ran for it.
+    assert found["idle_hooks"] == []
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__, "-v"]))
