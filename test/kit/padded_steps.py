@@ -107,7 +107,7 @@ def main() -> None:
     real = torch.tensor
     with (
         unittest.mock.patch.object(forward_batch_info.torch, "tensor", lambda *a, pin_memory=False, **k: real(*a, **k)),
-        unittest.mock.patch.object(DpPaddingMode, "get_dp_padding_mode", lambda *_: DpPaddingMode.MAX_LEN),
+        unittest.mock.patch.object(DpPaddingMode, "get_dp_padding_mode", return_value=DpPaddingMode.MAX_LEN),
     ):
         plain, hooks = steps.steps(0, 0)
         result: dict[str, Any] = {"boundaries": sorted(plain), "plain_decode_hooks": sorted(set(hooks))}
