@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.swa_bitexact.device_size import TilePoolConfigurator
 from sglang.srt.mem_cache.swa_bitexact.layout import TileLayout
 from sglang.srt.mem_cache.swa_bitexact.placement import extend_boundaries, on_grid
 from sglang.srt.mem_cache.swa_bitexact.tile_budget import (
@@ -149,6 +151,20 @@ def test_layout_of_a_real_pool_is_the_layout_of_its_numbers():
     assert capture.nbytes == sum(buffer.nbytes for buffer in capture.buffers.values())
     assert [tuple(b.shape) for b in capture.window_buffers()] == [(9, 128 * 1024)] * 4
     assert [tuple(s.kv_score_buffer.kv_score.shape) for s in capture.state_tiles("c4_state")] == [(36, 2048)] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("float32", torch.float32), ("fp32", torch.float32), (" BF16 ", torch.bfloat16)]
+)
+def test_the_budget_knows_every_name_of_the_state_dtype(name, dtype):
+    """The names that SGLang's own sizing takes, short ones and upper case too."""
+    configurator = object.__new__(TilePoolConfigurator)
+    vars(configurator).update(
+        page_size=PAGE, sliding_window_size=128, _swa_ring_size=128, ring_sizes={4: 8}, stage_compress_ratios=[4],
+        attn_head_dim=512, indexer_head_dim=128, qk_rope_head_dim=64,
+    )  # fmt: skip
+    with envs.SGLANG_DSV4_COMPRESS_STATE_DTYPE.override(name):
+        assert configurator._layout(0) == layout(1, state_dtype=dtype)
 
 
 def test_device_tiles_take_their_share():

@@ -6,7 +6,6 @@ import logging
 from typing import TYPE_CHECKING
 
 import torch
-from sglang.srt.environ import envs
 from sglang.srt.layers.attention.dsv4.unified_kv_gate import is_unified_kv_fp8
 from sglang.srt.mem_cache.deepseek_v4_memory_pool import DSV4_FP8_NOPE_ROW_BYTES
 from sglang.srt.mem_cache.swa_bitexact.layout import STATE_ROWS, TileLayout
@@ -15,7 +14,10 @@ from sglang.srt.mem_cache.swa_bitexact.tile_budget import (
     device_tiles,
     tiles_per_step,
 )
-from sglang.srt.model_executor.pool_configurator import DSV4PoolConfigurator
+from sglang.srt.model_executor.pool_configurator import (
+    DSV4PoolConfigurator,
+    _get_dsv4_compress_state_dtype_sizes,
+)
 from sglang.srt.runtime_context import get_memory, get_schedule
 
 if TYPE_CHECKING:
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
 
 logger = logging.getLogger(__name__)
+
+# What SGLANG_DSV4_COMPRESS_STATE_DTYPE can mean, by the c4 state's bytes per element.
+_STATE_DTYPES = {4: torch.float32, 2: torch.bfloat16}
 
 
 class TilePoolConfigurator(DSV4PoolConfigurator):
@@ -54,7 +59,7 @@ class TilePoolConfigurator(DSV4PoolConfigurator):
             rope_width=self.qk_rope_head_dim if fp8 else None,
             state_width=4 * self.attn_head_dim,
             indexer_state_width=4 * self.indexer_head_dim,
-            state_dtype=getattr(torch, envs.SGLANG_DSV4_COMPRESS_STATE_DTYPE.get()),
+            state_dtype=_STATE_DTYPES[_get_dsv4_compress_state_dtype_sizes()[0]],
         )
 
     def _get_swa_tokens(self, full_token: int, page_size: int) -> int:

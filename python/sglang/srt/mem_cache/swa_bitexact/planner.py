@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 @dataclass
 class TileCounters:
     """Since start-up. planned = captured + dropped; returned: of aborted, retracted or
-    finished requests, and off-grid ones that a later boundary replaced."""
+    finished requests, and decode tiles that a later boundary replaced."""
 
     captured: int = 0
     dropped: int = 0
