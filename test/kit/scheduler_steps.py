@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from kit.tile_cache import PAGE
+from kit.tile_pools import PAGE
 
 
 def req(slot, length, branch=None, skip=False):

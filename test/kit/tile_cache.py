@@ -26,11 +26,8 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
 )
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
-from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.swa_bitexact import guards
-from sglang.srt.mem_cache.swa_bitexact.allocator import TileTokenToKVPoolAllocator
 from sglang.srt.mem_cache.swa_bitexact.host_stack import register_tile_stack
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
@@ -39,10 +36,8 @@ from sglang.srt.runtime_context import SpawnRanks, create_context, use_context
 from sglang.srt.server_args import ServerArgs
 
 from kit.checkpoint import shared_checkpoint
+from kit.tile_pools import PAGE, RATIOS, WINDOW, tile_pools
 
-PAGE = 256
-WINDOW = 128
-RATIOS = (0, 4, 128, 4)
 _COPIES = {"hicache_io_backend", "hicache_mem_layout"}
 # By stream, uint8 [layers, bytes]: bytes, since a NaN is equal to nothing.
 Tile = dict[str, torch.Tensor]
@@ -104,19 +99,9 @@ class TileCache:
     def __init__(
         self, args: ServerArgs, *, core: str = "python", tiles: int = 8, ratios: tuple[int, ...] = RATIOS
     ) -> None:
-        rows = 16 * PAGE
-        self.req_to_token_pool = ReqToTokenPool(size=4, max_context_len=8192, device="cpu", enable_memory_saver=False)
-        self.kvcache = small_pool(rows, ratios)
-        self.allocator = TileTokenToKVPoolAllocator(
-            size=rows,
-            size_swa=tiles * PAGE,
-            page_size=PAGE,
-            dtype=torch.float8_e4m3fn,
-            device="cpu",
-            kvcache=self.kvcache,
-            need_sort=False,
-            req_to_token_pool=self.req_to_token_pool,
-        )
+        self.allocator = tile_pools(tiles=tiles, ratios=ratios)
+        self.kvcache = self.allocator.get_kvcache()
+        self.req_to_token_pool = self.allocator._req_to_token_pool
         self.params = CacheInitParams(
             req_to_token_pool=self.req_to_token_pool,
             token_to_kv_pool_allocator=self.allocator,
@@ -240,30 +225,3 @@ class TileCache:
         (tile_id,) = set((slots // PAGE).tolist())
         assert tile_id > 0, "the end of the match is mapped to no tile"
         return int(tile_id)
-
-
-def small_pool(rows: int, ratios: tuple[int, ...]) -> DeepSeekV4TokenToKVPool:
-    """A DeepSeek-V4 pool on unified_kv: ``rows`` FULL rows, one layer per entry of ``ratios``."""
-    return DeepSeekV4TokenToKVPool(
-        max_num_reqs=4,
-        swa_size=8 * PAGE,
-        c4_size=rows // 4,
-        c128_size=rows // 128,
-        c4_state_pool_size=64,
-        c128_state_pool_size=640,
-        page_size=PAGE,
-        swa_page_size=PAGE,
-        dtype=torch.float8_e4m3fn,
-        c4_state_dtype=torch.float32,
-        c128_state_dtype=torch.float32,
-        qk_nope_head_dim=448,
-        qk_rope_head_dim=64,
-        indexer_head_dim=128,
-        layer_num=len(ratios),
-        start_layer=0,
-        end_layer=len(ratios),
-        device="cpu",
-        enable_memory_saver=False,
-        compression_ratios=list(ratios),
-        sliding_window=WINDOW,
-    )

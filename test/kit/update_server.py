@@ -10,7 +10,8 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.swa_bitexact.identity import storage_identity
 from sglang.srt.runtime_context import get_context, get_parallel
 
-from kit.tile_cache import PAGE, TileCache
+from kit.tile_cache import TileCache
+from kit.tile_pools import PAGE
 
 TOKENS = array("q", range(1, 1 + 2 * PAGE))
 

@@ -11,8 +11,8 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.test.ci.ci_register import register_cpu_ci
 
-from kit.tile_cache import PAGE, server_context
-from kit.tile_pools import ROWS, tile_pools
+from kit.tile_cache import server_context
+from kit.tile_pools import PAGE, ROWS, tile_pools
 
 register_cpu_ci(est_time=12, suite="base-a-test-cpu")
 

@@ -22,7 +22,8 @@ from sglang.srt.runtime_context import get_memory
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
-from kit.tile_cache import RATIOS, TileCache, server_context, small_pool
+from kit.tile_cache import TileCache, server_context
+from kit.tile_pools import RATIOS, small_pool
 
 register_cpu_ci(est_time=20, suite="base-a-test-cpu")
 

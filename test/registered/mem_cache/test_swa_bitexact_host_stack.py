@@ -29,16 +29,8 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
 from kit.copy_kernels import kernel_copies
-from kit.tile_cache import (
-    PAGE,
-    RATIOS,
-    TileCache,
-    file_storage,
-    server_context,
-    small_pool,
-    stored_files,
-    tokens_from,
-)
+from kit.tile_cache import TileCache, file_storage, server_context, stored_files, tokens_from
+from kit.tile_pools import PAGE, RATIOS, small_pool
 
 register_cpu_ci(est_time=60, suite="base-a-test-cpu")
 

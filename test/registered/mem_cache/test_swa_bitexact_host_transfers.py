@@ -26,7 +26,8 @@ from sglang.srt.runtime_context import get_context
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
-from kit.tile_cache import PAGE, TileCache, file_storage, server_context, tokens_from
+from kit.tile_cache import TileCache, file_storage, server_context, tokens_from
+from kit.tile_pools import PAGE
 
 register_cpu_ci(est_time=30, suite="base-a-test-cpu")
 

@@ -35,7 +35,8 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
 from kit.model_directory import CONFIG, INDEX, write_model
-from kit.tile_cache import PAGE, RATIOS, TileCache, file_storage, server_context, small_pool
+from kit.tile_cache import TileCache, file_storage, server_context
+from kit.tile_pools import PAGE, RATIOS, small_pool
 
 register_cpu_ci(est_time=30, suite="base-a-test-cpu")
 

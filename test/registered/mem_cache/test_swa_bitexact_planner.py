@@ -13,8 +13,8 @@ from sglang.srt.mem_cache.swa_bitexact.tile_table import CapturePlan, RequestTil
 from sglang.test.ci.ci_register import register_cpu_ci
 
 from kit.scheduler_steps import decode, extend, random_step, req
-from kit.tile_cache import PAGE, server_context
-from kit.tile_pools import tile_pools
+from kit.tile_cache import server_context
+from kit.tile_pools import PAGE, tile_pools
 
 register_cpu_ci(est_time=25, suite="base-a-test-cpu")
 

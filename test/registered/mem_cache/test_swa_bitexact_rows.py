@@ -14,7 +14,8 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.test.ci.ci_register import register_cpu_ci
 
-from kit.tile_cache import PAGE, WINDOW, TileCache, server_context, tokens_from
+from kit.tile_cache import TileCache, server_context, tokens_from
+from kit.tile_pools import PAGE, WINDOW
 
 register_cpu_ci(est_time=12, suite="base-a-test-cpu")
 

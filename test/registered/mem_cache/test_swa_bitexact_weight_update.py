@@ -30,7 +30,8 @@ from sglang.srt.runtime_context import get_context, get_parallel
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
-from kit.tile_cache import PAGE, TileCache, file_storage, server_context
+from kit.tile_cache import TileCache, file_storage, server_context
+from kit.tile_pools import PAGE
 from kit.update_server import UpdateServer
 
 register_cpu_ci(est_time=40, suite="base-a-test-cpu")

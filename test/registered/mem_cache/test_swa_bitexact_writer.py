@@ -14,8 +14,8 @@ from sglang.srt.mem_cache.swa_bitexact.capture import TileWriter
 from sglang.srt.mem_cache.swa_bitexact.tile_table import CapturePlan, RequestTiles, TileCapture
 from sglang.test.ci.ci_register import register_cpu_ci
 
-from kit.tile_cache import RATIOS, WINDOW, server_context
-from kit.tile_pools import tile_pools
+from kit.tile_cache import server_context
+from kit.tile_pools import RATIOS, WINDOW, tile_pools
 
 register_cpu_ci(est_time=12, suite="base-a-test-cpu")
 
