@@ -14,8 +14,12 @@ from sglang_cpu_ref import hooks
 # SGLang would size the pools by free memory, and take most of it.
 _MAX_TOTAL_TOKENS = 65_536
 _MAX_RUNNING_REQUESTS = 64
-# The pool of compressed rows is so small that a twentieth beside it would hold no tile.
-_DEVICE_TILE_FRACTION = 0.7
+# The tiny model's compressed rows are so small that SGLang's share of memory beside them would
+# hold no tile: argument -> (its default, for a GPU's memory; ours). Part 2 adds the arguments.
+_TILE_FRACTIONS = {
+    "hicache_swa_device_tile_fraction": (0.05, 0.93),
+    "hicache_swa_host_tile_fraction": (0.5, 0.9),
+}
 
 
 # Server arguments that the platform cannot serve: field -> the only value that it can.
@@ -71,9 +75,9 @@ class CpuRefPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
             server_args.max_total_tokens = _MAX_TOTAL_TOKENS
         if server_args.max_running_requests is None:
             server_args.max_running_requests = _MAX_RUNNING_REQUESTS
-        # Part 2 of the series adds the argument; its default is for a GPU's memory.
-        if getattr(server_args, "hicache_swa_device_tile_fraction", None) == 0.05:
-            server_args.hicache_swa_device_tile_fraction = _DEVICE_TILE_FRACTION
+        for name, (default, ours) in _TILE_FRACTIONS.items():
+            if getattr(server_args, name, None) == default:
+                setattr(server_args, name, ours)
 
     def post_load_model(self, model: torch.nn.Module) -> None:
         hooks.add_rope_tables(model)

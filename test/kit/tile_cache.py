@@ -28,7 +28,9 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.swa_bitexact import guards
+from sglang.srt.mem_cache.swa_bitexact.attach import attach_capture
 from sglang.srt.mem_cache.swa_bitexact.host_stack import register_tile_stack
+from sglang.srt.mem_cache.swa_bitexact.integrity import check_tree
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.plugins import load_plugins
@@ -50,7 +52,7 @@ def server_context(**arguments: Any) -> Iterator[ServerArgs]:
     With the flag on as well: it would be refused as long as the parts that reuse tiles are missing.
     """
     load_plugins()
-    with unittest.mock.patch.object(guards, "MISSING_PARTS", ()), _context(arguments) as args:
+    with unittest.mock.patch.object(guards, "_is_complete", return_value=True), _context(arguments) as args:
         yield args
 
 
@@ -97,9 +99,18 @@ class TileCache:
     """One rank's pools and tree, inside a ``server_context``. A context; its end ends the threads."""
 
     def __init__(
-        self, args: ServerArgs, *, core: str = "python", tiles: int = 8, ratios: tuple[int, ...] = RATIOS
+        self,
+        args: ServerArgs,
+        *,
+        core: str = "python",
+        tiles: int = 8,
+        ratios: tuple[int, ...] = RATIOS,
+        publishes: bool = False,
     ) -> None:
+        """publishes: as on a server, requests publish (see TileRequest), and publish() is refused."""
         self.allocator = tile_pools(tiles=tiles, ratios=ratios)
+        if publishes:
+            attach_capture(self.allocator)
         self.kvcache = self.allocator.get_kvcache()
         self.req_to_token_pool = self.allocator._req_to_token_pool
         self.params = CacheInitParams(
@@ -133,6 +144,18 @@ class TileCache:
                 return
             time.sleep(0.01)
         raise AssertionError("transfers are still under way after 5 s")
+
+    def check(self, *requests: Any) -> None:
+        """SGLang's invariants and ours; ``requests``: the TileRequests that hold tiles and locks.
+
+        SGLang's own holds while nothing is locked only.
+        """
+        if not requests:
+            self.settle()
+            self.tree.sanity_check()
+        held = [tile for request in requests if request.req.swa_tiles for tile in request.req.swa_tiles.tiles.values()]
+        check_tree(self.tree, held)
+        assert self.tree.tile_publisher is None or self.tree.tile_publisher.refused == 0
 
     # Tiles ---------------------------------------------------------------------
 

@@ -41,7 +41,10 @@ from test_swa_bitexact_guard_messages import PLAIN
 
 from kit.checkpoint import shared_checkpoint
 
-_MISSING = f"{FLAG} is on, and not usable yet: parts 4 and 5 are not in this build. Unset {FLAG}."
+_INCOMPLETE = (
+    f"{FLAG} is on, and this build holds the first parts of the series only: it would capture windows, and not "
+    f"restore them. Build with all parts, or unset {FLAG}."
+)
 
 
 def _resolved(**arguments) -> ServerArgs:
@@ -57,18 +60,23 @@ class TestResolution(CustomTestCase):
         self.enterContext(envs.SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE.override(True))
 
     def _complete(self):
-        self.enterContext(unittest.mock.patch.object(guards, "MISSING_PARTS", ()))
+        self.enterContext(unittest.mock.patch.object(guards, "_is_complete", return_value=True))
 
     def _message(self, **arguments) -> str:
         with self.assertRaises(ValueError) as caught:
             _resolved(**arguments)
         return str(caught.exception)
 
-    def test_a_fine_launch_is_told_what_is_missing(self):
-        self.assertEqual(self._message(), _MISSING)
-        self.assertEqual(self._message(enable_hierarchical_cache=True), _MISSING)
-        with unittest.mock.patch.object(guards, "MISSING_PARTS", (5,)):
-            self.assertEqual(self._message(), _MISSING.replace("parts 4 and 5 are", "part 5 is"))
+    def test_the_first_parts_alone_refuse(self):
+        with unittest.mock.patch.object(guards, "_is_complete", return_value=False):
+            self.assertEqual(self._message(), _INCOMPLETE)
+            self.assertEqual(self._message(enable_hierarchical_cache=True), _INCOMPLETE)
+
+    def test_a_build_is_complete_with_the_last_part(self):
+        last = f"{guards.__package__}.coupling"
+        self.assertEqual(guards._is_complete(), importlib.util.find_spec(last) is not None)
+        with unittest.mock.patch.object(importlib.util, "find_spec", lambda name: None if name == last else name):
+            self.assertFalse(guards._is_complete())
 
     def test_a_fine_launch_passes_a_complete_build(self):
         self._complete()
@@ -131,7 +139,7 @@ class TestResolution(CustomTestCase):
     def test_a_worker_does_not_check_again(self):
         self._complete()
         copied = pickle.loads(pickle.dumps(_resolved()))
-        with unittest.mock.patch.object(guards, "MISSING_PARTS", (4, 5)):
+        with unittest.mock.patch.object(guards, "_is_complete", return_value=False):
             self.assertIsNone(copied.resolve_once())
 
     def test_no_radix_cache_is_one_warning(self):
@@ -168,7 +176,7 @@ class TestFlagOff(CustomTestCase):
             self.assertEqual(_resolved(**wrong).resolved_dict()["hicache_write_policy"], "write_back")
         with (
             envs.SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE.override(True),
-            unittest.mock.patch.object(guards, "MISSING_PARTS", ()),
+            unittest.mock.patch.object(guards, "_is_complete", return_value=True),
         ):
             on = _resolved().resolved_dict()
         # Drawn at random by each resolution.
@@ -212,10 +220,6 @@ class TestOperatorsPage(CustomTestCase):
         table = self.page.split("<!-- guards -->\n")[1].split("\n\n")[0].splitlines()[2:]
         rows = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in table]
         self.assertEqual(rows, [(f"`{g.setting}`", g.needs, g.why, g.remedy) for g in GUARDS])
-
-    def test_it_says_what_this_build_does(self):
-        self.assertIn(_MISSING, self.page.replace("\n> ", " "))
-        self.assertEqual(guards.MISSING_PARTS, (4, 5))
 
     def test_the_worked_sizes(self):
         flash, pro = 6_496_256, 9_224_192

@@ -16,15 +16,23 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import torch
 from sglang.kernels.ops.kvcache import dsv4_tile_kernels as kernels
+from sglang.kernels.ops.kvcache import dsv4_tile_scatter_kernels as scatter_kernels
 from sglang.kernels.ops.kvcache import dsv4_tiles as tiles_module
-from sglang.kernels.ops.kvcache.dsv4_tiles import RingTable, capture_layer, gather_tiles, scatter_tiles
+from sglang.kernels.ops.kvcache.dsv4_tiles import (
+    RingTable,
+    TileTable,
+    capture_layer,
+    gather_tiles,
+    scatter_layer,
+    scatter_tables,
+)
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
 register_cpu_ci(est_time=10, suite="base-a-test-cpu")
 
 _BF16, _U8 = torch.bfloat16, torch.uint8
-_NAMES = ("capture_layer", "gather_tiles", "scatter_tiles")
+_NAMES = ("capture_layer", "gather_tiles", "scatter_tables", "scatter_layer")
 
 
 class _Case(NamedTuple):
@@ -69,21 +77,18 @@ class TestLaunches(CustomTestCase):
 
     def test_one_launch_for_all_layers(self):
         case = _case(128, 512, layers=3)
-        moves, captures = self.record("_move_kernel"), self.record("_capture_kernel")
-        arguments = (case.tiles, case.tile_ids, RingTable(case.rings), case.addresses)
-        kernels.gather_tiles_triton(*arguments)
-        kernels.scatter_tiles_triton(*arguments)
+        gathers, captures = self.record("_gather_kernel"), self.record("_capture_kernel")
+        kernels.gather_tiles_triton(case.tiles, case.tile_ids, RingTable(case.rings), case.addresses)
         # 128 rows of 128 words of 8 bytes are 16 blocks of 1,024, for each of two tiles.
-        self.assertEqual(moves.grids, [(32, 3)] * 2)
-        self.assertEqual(self.words(moves), ["uint64"] * 2)
-        self.assertEqual([keywords["INTO_RINGS"] for keywords in moves.keywords], [False, True])
+        self.assertEqual(gathers.grids, [(32, 3)])
+        self.assertEqual(self.words(gathers), ["uint64"])
         kernels.capture_layer_triton(case.tiles[0], case.tile_ids, case.flat, case.rings[0], case.capture_addresses)
         self.assertEqual(captures.grids, [(32,)])
 
     def test_words_are_no_wider_than_the_alignment(self):
         storage = torch.zeros(4 * 8 + 8, dtype=_U8)
         tiles, ids, rows = torch.zeros(1, 2, 1, 8, dtype=_U8), torch.tensor([1]), torch.tensor([[0]])
-        moves, captures = self.record("_move_kernel"), self.record("_capture_kernel")
+        gathers, captures = self.record("_gather_kernel"), self.record("_capture_kernel")
         for offset, word in ((0, "uint64"), (1, "uint8"), (2, "uint16"), (4, "uint32")):
             shifted = storage[offset : offset + 32].view(4, 8)
             table = RingTable((storage[:32].view(4, 8), shifted))
@@ -91,7 +96,7 @@ class TestLaunches(CustomTestCase):
             kernels.gather_tiles_triton(tiles.expand(2, -1, -1, -1).contiguous(), ids, table, rows)
             kernels.capture_layer_triton(tiles[0], ids, shifted, storage[:32].view(4, 8), rows)
             kernels.capture_layer_triton(tiles[0], ids, storage[:32].view(4, 8), shifted, rows)
-            self.assertEqual((self.words(moves)[-1:], self.words(captures)[-2:]), ([word], [word] * 2))
+            self.assertEqual((self.words(gathers)[-1:], self.words(captures)[-2:]), ([word], [word] * 2))
         # Rows of a slice are as far apart as those of the whole: 9 bytes.
         kernels.capture_layer_triton(tiles[0], ids, storage[:36].view(4, 9)[:, :8], storage[:32].view(4, 8), rows)
         self.assertEqual(self.words(captures)[-1], "uint8")
@@ -107,43 +112,53 @@ class TestLaunches(CustomTestCase):
             self.call_all(_case(2, 8), device)
             self.assertEqual(calls, [expected.format(name) for name in _NAMES])
             self.call_all(_case(2, 8), device, count=0)
-            self.assertEqual(len(calls), 3)
+            self.assertEqual(len(calls), len(_NAMES))
 
     def call_all(self, case, device, count=2):
         tiles, flat, ids = case.tiles.to(device), case.flat.to(device), case.tile_ids[:count]
         rings = RingTable(tuple(ring.to(device) for ring in case.rings))
         capture_layer(tiles[0], ids, flat, rings.buffers[0], case.capture_addresses[:count])
         gather_tiles(tiles, ids, rings, case.addresses[:count])
-        scatter_tiles(tiles, ids, rings, case.addresses[:count])
+        scatter_tables(TileTable(((tiles, rings),)), ids, case.addresses[:count])
+        scatter_layer(tiles[0], ids, rings.buffers[0], case.addresses[:count])
 
     def test_they_compile_for_accelerators(self):
         """Without an accelerator: to machine code for MI300, MI355 and Hopper, in a fresh process."""
         with tempfile.TemporaryDirectory() as cache:
             environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
             done = subprocess.run(
-                [sys.executable, "-c", _COMPILE, kernels.__file__],
+                [sys.executable, "-c", _COMPILE, kernels.__file__, scatter_kernels.__file__],
                 env=environment | {"TRITON_CACHE_DIR": cache},
                 capture_output=True,
                 text=True,
                 timeout=300,
                 check=False,
             )
-        self.assertEqual((done.returncode, done.stdout), (0, "cubin 7\nhsaco 7\nhsaco 7\n"), done.stderr)
+        self.assertEqual((done.returncode, done.stdout), (0, "cubin 11\nhsaco 11\nhsaco 11\n"), done.stderr)
 
 
-# The file alone: importing sglang takes longer than compiling.
+# The files alone: importing sglang takes longer than compiling.
 _COMPILE = """
 import importlib.util, sys
 import triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-spec = importlib.util.spec_from_file_location("kernels", sys.argv[1])
-kernels = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(kernels)
+def load(path):
+    name = "sglang.kernels.ops.kvcache." + path.rpartition("/")[2].removesuffix(".py")
+    spec = importlib.util.spec_from_file_location(name, path)
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+kernels, scatter_kernels = map(load, sys.argv[1:])
 shared = {"ROWS": 128, "BLOCK": 1024}
-moves = [(kernels._move_kernel, {"WIDTH": width, "WORD": word, "INTO_RINGS": into})
-         for width, word in ((128, tl.uint64), (7, tl.uint8)) for into in (False, True)]
+widths = ((128, tl.uint64), (7, tl.uint8))
+gathers = [(kernels._gather_kernel, {"WIDTH": width, "WORD": word}) for width, word in widths]
+scatters = [(scatter_kernels._scatter_layer_kernel, {"WIDTH": width, "WORD": word, "BLOCKS_PER_ROW": 1,
+             "BLOCK_WIDTH": triton.next_power_of_2(width)}) for width, word in (*widths, (1, tl.uint8))]
+scatters += [(scatter_kernels._scatter_table_kernel, {"WORD": word, "BLOCKS_PER_ROW": blocks, "BLOCK_WIDTH": width})
+             for word, blocks, width in ((tl.uint64, 1, 128), (tl.uint64, 2, 1024), (tl.uint8, 1, 8))]
 captures = [(kernels._capture_kernel, {"WIDTH": 128, "WORD": word, "FLAT_WORD": flat, "CAST": cast})
             for word, flat, cast in ((tl.uint64, tl.uint64, ""), (tl.uint16, tl.uint32, "narrow"),
                                      (tl.uint32, tl.uint16, "widen"))]
@@ -151,7 +166,7 @@ kinds = {"tiles_ptr": "*u8", "flat_ptr": "*u8", "ring_ptr": "*u8", "layer_stride
 for target, binary in ((GPUTarget("cuda", 90, 32), "cubin"), (GPUTarget("hip", "gfx942", 64), "hsaco"),
                        (GPUTarget("hip", "gfx950", 64), "hsaco")):
     made = 0
-    for kernel, constants in moves + captures:
+    for kernel, constants in gathers + captures + scatters:
         constants = constants | shared
         names = kernel.arg_names
         signature = {n: "constexpr" if n in constants else kinds.get(n, "*i64") for n in names}
@@ -181,13 +196,12 @@ class TestErrors(CustomTestCase):
 
     def test_tiles(self):
         wide = torch.zeros(2, 3, 2, 9, dtype=_BF16)[..., :8]
-        for function in (gather_tiles, scatter_tiles):
-            self.assert_raises(
-                "tiles are (2, 3, 2, 8), strides (54, 18, 9, 1); expected 4 contiguous dimensions, "
-                "the last three [tiles, rows, width]",
-                function,
-                tiles=wide,
-            )
+        self.assert_raises(
+            "tiles are (2, 3, 2, 8), strides (54, 18, 9, 1); expected 4 contiguous dimensions, "
+            "the last three [tiles, rows, width]",
+            gather_tiles,
+            tiles=wide,
+        )
         self.assert_raises(
             "tiles are (2, 3, 2, 8), strides (48, 16, 8, 1); expected 3 contiguous dimensions, "
             "the last three [tiles, rows, width]",
@@ -196,7 +210,7 @@ class TestErrors(CustomTestCase):
         )
 
     def test_ids_and_addresses(self):
-        for function in (capture_layer, gather_tiles, scatter_tiles):
+        for function in (capture_layer, gather_tiles):
             self.assert_raises(
                 "(2,) tile ids come with addresses (2, 3); expected [N] ids and [N, 2] addresses, "
                 "one per row of a tile",
@@ -233,12 +247,11 @@ class TestErrors(CustomTestCase):
             capture_layer,
             ring=torch.zeros(9, 9, dtype=_BF16)[:, :8],
         )
-        for function in (gather_tiles, scatter_tiles):
-            self.assert_raises(
-                "tiles have 2 layers and the table 1 rings; expected one ring per layer, in the same order",
-                function,
-                rings=RingTable(self.case.rings[:1]),
-            )
+        self.assert_raises(
+            "tiles have 2 layers and the table 1 rings; expected one ring per layer, in the same order",
+            gather_tiles,
+            rings=RingTable(self.case.rings[:1]),
+        )
         with self.assertRaises(ValueError) as raised:
             RingTable((torch.zeros(4, 8), torch.zeros(4, 9)[:, :8]))
         self.assertEqual(

@@ -1,4 +1,4 @@
-"""Triton kernels behind dsv4_tiles: rows move as unsigned words, never as floats.
+"""Triton kernels that fill tiles: rows move as unsigned words, never as floats.
 
 Words keep every bit (fp8 codes, NaN payloads), and a backend that lacks a float type
 can still move it. Arguments are trusted: dsv4_tiles checks shapes and dtypes; ids and
@@ -23,8 +23,8 @@ CASTS = {
     (torch.bfloat16, torch.float32): "widen",
 }
 # Words per program: 8 KiB of what V4 stores.
-_BLOCK = 1024
-_WORDS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
+BLOCK = 1024
+WORDS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def _capture_kernel(
 
 
 @triton.jit
-def _move_kernel(
+def _gather_kernel(
     tiles_ptr,  # [layers, num_tiles + 1, ROWS, WIDTH] words
     tile_ids_ptr,  # int64 [N]
     ring_pointers_ptr,  # int64 [layers], each the address of [ring rows, WIDTH] words
@@ -93,7 +93,6 @@ def _move_kernel(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     WORD: tl.constexpr,
-    INTO_RINGS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (ROWS * WIDTH + BLOCK - 1) // BLOCK
@@ -110,10 +109,7 @@ def _move_kernel(
     address = tl.load(addresses_ptr + item * ROWS + row, mask=inside, other=0)
     in_tile = tiles + layer * layer_stride + tile * (ROWS * WIDTH) + offset
     in_ring = ring + address * WIDTH + column
-    if INTO_RINGS:
-        tl.store(in_ring, tl.load(in_tile, mask=inside), mask=inside)
-    else:
-        tl.store(in_tile, tl.load(in_ring, mask=inside), mask=inside)
+    tl.store(in_tile, tl.load(in_ring, mask=inside), mask=inside)
 
 
 def capture_layer_triton(
@@ -133,11 +129,11 @@ def capture_layer_triton(
     else:
         word = flat_word = math.gcd(
             8,
-            _row_bytes(tiles),
+            row_bytes(tiles),
             flat.stride(0) * flat.itemsize,
             *(t.data_ptr() for t in (tiles, flat, ring)),
         )
-    rows, width = tiles.shape[1], _row_bytes(tiles) // word
+    rows, width = tiles.shape[1], row_bytes(tiles) // word
     _capture_kernel[_grid(tile_ids, rows, width)](
         tiles.view(torch.uint8),
         tile_ids.contiguous(),
@@ -147,10 +143,10 @@ def capture_layer_triton(
         flat.stride(0) * flat.itemsize // flat_word,
         ROWS=rows,
         WIDTH=width,
-        WORD=_WORDS[word],
-        FLAT_WORD=_WORDS[flat_word],
+        WORD=WORDS[word],
+        FLAT_WORD=WORDS[flat_word],
         CAST=cast,
-        BLOCK=_BLOCK,
+        BLOCK=BLOCK,
         num_warps=4,
     )
 
@@ -162,31 +158,10 @@ def gather_tiles_triton(
     addresses: torch.Tensor,
 ) -> None:
     """gather_tiles() of dsv4_tiles as one launch, for at least one tile."""
-    _move(tiles, tile_ids, rings, addresses, into_rings=False)
-
-
-def scatter_tiles_triton(
-    tiles: torch.Tensor,
-    tile_ids: torch.Tensor,
-    rings: RingTable,
-    addresses: torch.Tensor,
-) -> None:
-    """scatter_tiles() of dsv4_tiles as one launch, for at least one tile."""
-    _move(tiles, tile_ids, rings, addresses, into_rings=True)
-
-
-def _move(
-    tiles: torch.Tensor,
-    tile_ids: torch.Tensor,
-    rings: RingTable,
-    addresses: torch.Tensor,
-    *,
-    into_rings: bool,
-) -> None:
-    word = math.gcd(rings.alignment, _row_bytes(tiles), tiles.data_ptr())
+    word = math.gcd(rings.alignment, row_bytes(tiles), tiles.data_ptr())
     layers, _, rows, _ = tiles.shape
-    width = _row_bytes(tiles) // word
-    _move_kernel[(*_grid(tile_ids, rows, width), layers)](
+    width = row_bytes(tiles) // word
+    _gather_kernel[(*_grid(tile_ids, rows, width), layers)](
         tiles.view(torch.uint8),
         tile_ids.contiguous(),
         rings.pointers,
@@ -194,16 +169,16 @@ def _move(
         tiles.stride(0) * tiles.itemsize // word,
         ROWS=rows,
         WIDTH=width,
-        WORD=_WORDS[word],
-        INTO_RINGS=into_rings,
-        BLOCK=_BLOCK,
+        WORD=WORDS[word],
+        BLOCK=BLOCK,
         num_warps=4,
     )
 
 
-def _row_bytes(tiles: torch.Tensor) -> int:
+def row_bytes(tiles: torch.Tensor) -> int:
+    """Bytes of one row of ``tiles``."""
     return tiles.shape[-1] * tiles.itemsize
 
 
 def _grid(tile_ids: torch.Tensor, rows: int, width: int) -> tuple[int]:
-    return (tile_ids.shape[0] * triton.cdiv(rows * width, _BLOCK),)
+    return (tile_ids.shape[0] * triton.cdiv(rows * width, BLOCK),)

@@ -14,11 +14,22 @@ import math
 from dataclasses import dataclass, field
 
 import torch
+from sglang.kernels.ops.kvcache.dsv4_tile_checks import (
+    castable_to,
+    check_ids,
+    check_ring,
+    check_rings,
+    check_rows,
+    check_streams,
+    check_tiles,
+)
 from sglang.kernels.ops.kvcache.dsv4_tile_kernels import (
-    CASTS,
     capture_layer_triton,
     gather_tiles_triton,
-    scatter_tiles_triton,
+)
+from sglang.kernels.ops.kvcache.dsv4_tile_scatter_kernels import (
+    scatter_layer_triton,
+    scatter_tables_triton,
 )
 
 
@@ -53,6 +64,59 @@ class RingTable:
         object.__setattr__(self, "alignment", math.gcd(8, *addresses))
 
 
+@dataclass(frozen=True)
+class TileTable:
+    """The tiles and rings of several streams, so that one launch reaches all of them.
+
+    streams: (tiles [layers, num_tiles + 1, rows, width], rings) per stream. All have
+    the same rows; layers, width and dtype may differ, because rows move as bytes. The
+    table holds addresses: make it once, of buffers that stay where they are.
+
+    An entry is one layer of one stream. tile_pointers, ring_pointers, widths: int64
+    [entries] on the tiles' device; widths in words. word: bytes of a word, the most to
+    which every buffer and every row is aligned, at most 8. max_width: widest entry.
+
+    Example, V4-Flash, 21 ratio-4 layers, fp32 state:
+        TileTable(((c4_tiles, c4_rings), (indexer_tiles, indexer_rings)))
+        42 entries, words of 8 bytes, widths 21 x 1024 and 21 x 256
+
+    Raises:
+        ValueError: there is no stream, rows or devices differ, or the rings of a
+            stream are not those of its tiles.
+    """
+
+    streams: tuple[tuple[torch.Tensor, RingTable], ...]
+    tile_pointers: torch.Tensor = field(init=False)
+    ring_pointers: torch.Tensor = field(init=False)
+    widths: torch.Tensor = field(init=False)
+    word: int = field(init=False)
+    max_width: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        check_streams(self.streams)
+        layers = [layer for tiles, _ in self.streams for layer in tiles.unbind()]
+        addresses = [layer.data_ptr() for layer in layers]
+        row_bytes = [layer.shape[-1] * layer.itemsize for layer in layers]
+        alignments = [rings.alignment for _, rings in self.streams]
+        word = math.gcd(*alignments, *addresses, *row_bytes)
+        widths = [nbytes // word for nbytes in row_bytes]
+        ring_pointers = torch.cat([rings.pointers for _, rings in self.streams])
+        device = ring_pointers.device
+        for name, value in (
+            ("tile_pointers", torch.tensor(addresses, dtype=torch.int64).to(device)),
+            ("ring_pointers", ring_pointers),
+            ("widths", torch.tensor(widths, dtype=torch.int64).to(device)),
+            ("word", word),
+            ("max_width", max(widths)),
+        ):
+            object.__setattr__(self, name, value)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile, and so addresses per tile."""
+        return self.streams[0][0].shape[2]
+
+
 def capture_layer(
     tiles: torch.Tensor,
     tile_ids: torch.Tensor,
@@ -79,11 +143,10 @@ def capture_layer(
     Raises:
         ValueError: a shape, dtype or stride is not as above.
     """
-    _check(tiles, tile_ids, addresses, dims=3)
-    _check_rows("ring", ring, tiles, (tiles.dtype,))
-    _check_rows("flat", flat, tiles, _castable_to(tiles.dtype))
-    if not ring.is_contiguous():
-        raise ValueError(f"ring has strides {ring.stride()}; expected a contiguous one")
+    check_tiles(tiles, dims=3)
+    check_ids(tiles.shape[1], tile_ids, addresses)
+    check_ring(ring, tiles)
+    check_rows("flat", flat, tiles, castable_to(tiles.dtype))
     if tile_ids.shape[0]:
         run = _capture_layer_torch if _on_cpu(tiles) else capture_layer_triton
         run(tiles, tile_ids, flat, ring, addresses)
@@ -110,32 +173,66 @@ def gather_tiles(
     Raises:
         ValueError: a shape, dtype or stride is not as above.
     """
-    _check(tiles, tile_ids, addresses, dims=4)
-    _check_rings(tiles, rings)
+    check_tiles(tiles, dims=4)
+    check_ids(tiles.shape[2], tile_ids, addresses)
+    check_rings(tiles, rings)
     if tile_ids.shape[0]:
         run = _gather_tiles_torch if _on_cpu(tiles) else gather_tiles_triton
         run(tiles, tile_ids, rings, addresses)
 
 
-def scatter_tiles(
-    tiles: torch.Tensor,
-    tile_ids: torch.Tensor,
-    rings: RingTable,
-    addresses: torch.Tensor,
+def scatter_tables(
+    table: TileTable, tile_ids: torch.Tensor, addresses: torch.Tensor
 ) -> None:
-    """Write some tiles into the rings, all layers: the inverse of gather_tiles.
+    """Write some tiles into the rings, all streams and layers of a table, in one launch.
 
-    A tile may be named several times; an address must not. Writes the addressed ring
-    rows only, on the current stream.
+    tile_ids: int64 [N]; a tile may be named several times. addresses: int64 [N, rows],
+    ring rows, the same in every stream and layer; none may be named twice.
+
+    Writes the addressed ring rows only, on the current stream. All layers of the named
+    tiles must be there: see scatter_layer for a load in flight.
+
+    Example, two rows per tile, tile_ids [5], addresses [[7, 0]], every stream and layer:
+        ring[7] = tiles[layer, 5, 0]
+        ring[0] = tiles[layer, 5, 1]
 
     Raises:
-        ValueError: a shape, dtype or stride is not as in gather_tiles.
+        ValueError: a shape or dtype is not as above.
     """
-    _check(tiles, tile_ids, addresses, dims=4)
-    _check_rings(tiles, rings)
+    check_ids(table.rows, tile_ids, addresses)
     if tile_ids.shape[0]:
-        run = _scatter_tiles_torch if _on_cpu(tiles) else scatter_tiles_triton
-        run(tiles, tile_ids, rings, addresses)
+        on_cpu = table.tile_pointers.device.type == "cpu"
+        run = _scatter_tables_torch if on_cpu else scatter_tables_triton
+        run(table, tile_ids, addresses)
+
+
+def scatter_layer(
+    tiles: torch.Tensor,
+    tile_ids: torch.Tensor,
+    ring: torch.Tensor,
+    addresses: torch.Tensor,
+) -> None:
+    """Write one layer's part of some tiles into that layer's ring, one stream.
+
+    tiles: [num_tiles + 1, rows, width] of one layer, contiguous. ring: [ring_rows,
+    width] in the tiles' dtype, contiguous. tile_ids and addresses as in scatter_tables.
+
+    Writes the addressed ring rows only, on the current stream, which must have waited
+    for this layer of the tiles; other layers may still be loading.
+
+    Example, two rows per tile, tile_ids [5], addresses [[7, 0]]:
+        ring[7] = tiles[5, 0]
+        ring[0] = tiles[5, 1]
+
+    Raises:
+        ValueError: a shape, dtype or stride is not as above.
+    """
+    check_tiles(tiles, dims=3)
+    check_ids(tiles.shape[1], tile_ids, addresses)
+    check_ring(ring, tiles)
+    if tile_ids.shape[0]:
+        run = _scatter_layer_torch if _on_cpu(tiles) else scatter_layer_triton
+        run(tiles, tile_ids, ring, addresses)
 
 
 def _on_cpu(tensor: torch.Tensor) -> bool:
@@ -165,66 +262,18 @@ def _gather_tiles_torch(
         tiles[layer, tile_ids] = ring[addresses]
 
 
-def _scatter_tiles_torch(
+def _scatter_tables_torch(
+    table: TileTable, tile_ids: torch.Tensor, addresses: torch.Tensor
+) -> None:
+    for tiles, rings in table.streams:
+        for layer, ring in enumerate(rings.buffers):
+            _scatter_layer_torch(tiles[layer], tile_ids, ring, addresses)
+
+
+def _scatter_layer_torch(
     tiles: torch.Tensor,
     tile_ids: torch.Tensor,
-    rings: RingTable,
+    ring: torch.Tensor,
     addresses: torch.Tensor,
 ) -> None:
-    for layer, ring in enumerate(rings.buffers):
-        ring[addresses] = tiles[layer, tile_ids]
-
-
-def _castable_to(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    return (dtype, *(source for source, target in CASTS if target == dtype))
-
-
-def _check(
-    tiles: torch.Tensor, tile_ids: torch.Tensor, addresses: torch.Tensor, *, dims: int
-) -> None:
-    if tiles.dim() != dims or not tiles.is_contiguous():
-        raise ValueError(
-            f"tiles are {tuple(tiles.shape)}, strides {tiles.stride()}; expected "
-            f"{dims} contiguous dimensions, the last three [tiles, rows, width]"
-        )
-    expected = (*tile_ids.shape[:1], tiles.shape[-2])
-    if tile_ids.dim() != 1 or tuple(addresses.shape) != expected:
-        raise ValueError(
-            f"{tuple(tile_ids.shape)} tile ids come with addresses "
-            f"{tuple(addresses.shape)}; expected [N] ids and [N, {tiles.shape[-2]}] "
-            f"addresses, one per row of a tile"
-        )
-    if tile_ids.dtype != torch.int64 or addresses.dtype != torch.int64:
-        raise ValueError(
-            f"tile ids are {tile_ids.dtype} and addresses {addresses.dtype}; "
-            f"expected torch.int64"
-        )
-
-
-def _check_rows(
-    name: str,
-    rows: torch.Tensor,
-    tiles: torch.Tensor,
-    dtypes: tuple[torch.dtype, ...],
-) -> None:
-    width = tiles.shape[-1]
-    if rows.dim() != 2 or rows.shape[1] != width or rows.stride(1) != 1:
-        raise ValueError(
-            f"{name} is {tuple(rows.shape)}, strides {rows.stride()}; expected "
-            f"[rows, {width}] with contiguous rows. Pass {name}.contiguous() if only "
-            f"the strides differ."
-        )
-    if rows.dtype not in dtypes:
-        raise ValueError(
-            f"{name} is {rows.dtype}; tiles of {tiles.dtype} take "
-            f"{' or '.join(map(str, dtypes))}. Cast the rows first."
-        )
-
-
-def _check_rings(tiles: torch.Tensor, rings: RingTable) -> None:
-    _check_rows("ring", rings.buffers[0], tiles, (tiles.dtype,))
-    if len(rings.buffers) != tiles.shape[0]:
-        raise ValueError(
-            f"tiles have {tiles.shape[0]} layers and the table {len(rings.buffers)} "
-            f"rings; expected one ring per layer, in the same order"
-        )
+    ring[addresses] = tiles[tile_ids]

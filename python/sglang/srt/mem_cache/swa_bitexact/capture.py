@@ -10,12 +10,14 @@ from sglang.kernels.ops.kvcache.dsv4_tiles import (
     capture_layer,
     gather_tiles,
 )
+from sglang.srt.mem_cache.swa_bitexact.layout import STATE_STREAMS, WINDOW_STREAMS
 from sglang.srt.mem_cache.swa_bitexact.tile_table import CapturePlan
 from sglang.srt.utils import is_pin_memory_available
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
     from sglang.srt.mem_cache.swa_bitexact.capture_pool import CapturePool
+    from sglang.srt.mem_cache.swa_bitexact.checksum import TileChecksums
 
 
 class TileWriter:
@@ -25,6 +27,9 @@ class TileWriter:
     never loaded by HiCache, so there is no layer transfer to wait for.
     """
 
+    # With SGLANG_SWA_DBG_CHECKSUM, what checks each copy.
+    checksums: TileChecksums | None = None
+
     def __init__(self, kvcache: DeepSeekV4TokenToKVPool, pool: CapturePool) -> None:
         self.pool = pool
         self._pin = is_pin_memory_available(pool.device)
@@ -33,7 +38,7 @@ class TileWriter:
             name: RingTable(tuple(buffers[name][layer] for layer in stream.layers))
             for name, stream in pool.layout.streams.items()
         }
-        self._index = {
+        self.layer_index = {
             name: {layer: i for i, layer in enumerate(stream.layers)}
             for name, stream in pool.layout.streams.items()
         }
@@ -71,23 +76,26 @@ class TileWriter:
 
     def decode_windows(self, plan: CapturePlan) -> None:
         """All layers' window rows of a decode step, after it wrote the ring; one launch per stream."""
-        self._all_layers(("window", "window_rope"), plan)
+        self._all_layers(WINDOW_STREAMS, plan)
 
     def decode_states(self, plan: CapturePlan) -> None:
         """All overlap rows of a decode step; one launch per stream."""
-        self._all_layers(("c4_state", "indexer_state"), plan)
+        self._all_layers(STATE_STREAMS, plan)
 
     def _layer_rows(
         self, stream: str, layer_id: int, flat: torch.Tensor, plan: CapturePlan
     ) -> None:
-        layer = self._index[stream][layer_id]
+        layer = self.layer_index[stream][layer_id]
+        ring = self.rings[stream].buffers[layer]
         capture_layer(
             self.pool.buffers[stream][layer],
             plan.tile_ids,
             flat,
-            self.rings[stream].buffers[layer],
+            ring,
             self._addresses(stream, plan, from_flat=True),
         )
+        if self.checksums is not None:
+            self.checksums.captured(stream, layer_id, plan, ring, flat)
 
     def _all_layers(self, streams: tuple[str, ...], plan: CapturePlan) -> None:
         for stream in streams:
@@ -98,6 +106,10 @@ class TileWriter:
                     self.rings[stream],
                     self._addresses(stream, plan, from_flat=False),
                 )
+                if self.checksums is not None:
+                    for layer_id, layer in self.layer_index[stream].items():
+                        ring = self.rings[stream].buffers[layer]
+                        self.checksums.captured(stream, layer_id, plan, ring)
 
     def _addresses(
         self, stream: str, plan: CapturePlan, *, from_flat: bool

@@ -6,7 +6,14 @@ from typing import NamedTuple
 
 import torch
 from sglang.srt.mem_cache.deepseek_v4_compress_state import KVAndScore
-from sglang.srt.mem_cache.swa_bitexact.layout import TileLayout, TileStream
+from sglang.srt.mem_cache.swa_bitexact.layout import (
+    STATE_STREAMS,
+    TileLayout,
+    TileStream,
+)
+
+# The allocator's padding page, never handed out: its state rows are a cleared slot's.
+CLEARED_TILE = 0
 
 
 class StateTiles(NamedTuple):
@@ -21,7 +28,8 @@ class CapturePool:
 
     The stock allocator hands the ids out as pages of its paged SWA pool, so a tile's window
     and state are found under one id, on the device and in every transfer. Id 0 is the
-    allocator's padding page: it is never handed out, and has storage as any other.
+    allocator's padding page: it is never handed out, and holds what the overlap rows of a
+    slot are before its first token.
 
     buffers: per stream of the layout, [layers, num_tiles + 1, rows, width], contiguous.
     """
@@ -34,6 +42,15 @@ class CapturePool:
             name: torch.zeros(self._shape(stream), dtype=stream.dtype, device=device)
             for name, stream in layout.streams.items()
         }
+        self.clear_tile()
+
+    def clear_tile(self) -> None:
+        """Give the state rows of tile 0 SGLang's cleared values: kv 0, score -inf."""
+        for name in STATE_STREAMS:
+            if name in self.buffers:
+                kv, score = self.buffers[name][:, CLEARED_TILE].chunk(2, dim=-1)
+                kv.zero_()
+                score.fill_(float("-inf"))
 
     def _shape(self, stream: TileStream) -> tuple[int, int, int, int]:
         return len(stream.layers), self.num_tiles + 1, stream.rows, stream.width

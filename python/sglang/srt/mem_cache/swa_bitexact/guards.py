@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,9 +18,6 @@ from sglang.srt.model_executor.cuda_graph_config import Backend
 logger = logging.getLogger(__name__)
 
 FLAG = "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE"
-
-# Parts of the series that flag on cannot do without, and that are not in this build.
-MISSING_PARTS: tuple[int, ...] = (4, 5)
 
 # Storage backends with the batch v2 interface for every side pool that a tile needs, which
 # also serve a model whose KV pages themselves hold no bytes. The others: aibrix, eic and
@@ -233,6 +231,11 @@ GUARDS = (
 )
 
 
+def _is_complete() -> bool:
+    """Whether the parts behind this one are here: the last one brings this module."""
+    return importlib.util.find_spec(f"{__package__}.coupling") is not None
+
+
 def problems(config: LaunchConfig) -> list[str]:
     """Everything in ``config`` that the feature cannot work with, one sentence group each.
 
@@ -273,12 +276,11 @@ def check_bit_exact(server_args: Any) -> None:
             + "\n- ".join(found)
             + f"\nChange {'this' if len(found) == 1 else 'these'}, or unset {FLAG}."
         )
-    if MISSING_PARTS:
-        one = len(MISSING_PARTS) == 1
+    if not _is_complete():
         raise ValueError(
-            f"{FLAG} is on, and not usable yet: part{'' if one else 's'} "
-            f"{' and '.join(map(str, MISSING_PARTS))} {'is' if one else 'are'} not in "
-            f"this build. Unset {FLAG}."
+            f"{FLAG} is on, and this build holds the first parts of the series only: it "
+            f"would capture windows, and not restore them. Build with all parts, or unset "
+            f"{FLAG}."
         )
     if config.disable_radix_cache:
         logger.warning(

@@ -6,7 +6,6 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.hicache_storage import (
     PoolHitPolicy,
     PoolName,
@@ -20,6 +19,7 @@ from sglang.srt.mem_cache.memory_pool_host import (
 )
 from sglang.srt.mem_cache.pool_host.base import ranks_per_host
 from sglang.srt.mem_cache.pool_host.group import HostPoolGroup, PoolEntry
+from sglang.srt.mem_cache.swa_bitexact.evict import evict_tiles
 from sglang.srt.mem_cache.swa_bitexact.tile_budget import (
     check_host_tiles,
     host_bytes_per_ratio,
@@ -273,6 +273,6 @@ def _evict_for_tiles(
     Only the tiles that are missing. Stock would look at free request slots here, see plenty,
     and evict nothing.
     """
-    shortfall = slots - allocator.tiles_available * allocator.page_size
-    if shortfall > 0:
-        cache.evict_for_alloc(EvictParams(swa_num_tokens=shortfall))
+    missing = slots // allocator.page_size - allocator.tiles_available
+    if missing > 0:
+        evict_tiles(cache, missing)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 # Overlapping compressors look back by one group: at a boundary, its last four rows.
 STATE_ROWS = 4
+WINDOW_STREAMS = ("window", "window_rope")
+STATE_STREAMS = ("c4_state", "indexer_state")
 _C128 = 128
 
 

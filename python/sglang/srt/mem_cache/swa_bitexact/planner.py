@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.mem_cache.swa_bitexact.allocator import TileTokenToKVPoolAllocator
+from sglang.srt.mem_cache.swa_bitexact.evict import evict_tiles
 from sglang.srt.mem_cache.swa_bitexact.placement import extend_boundaries, on_grid
 from sglang.srt.mem_cache.swa_bitexact.tile_table import (
     CapturePlan,
@@ -17,6 +18,7 @@ from sglang.srt.mem_cache.swa_bitexact.tile_table import (
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +50,8 @@ class CapturePlanner:
         """The captures of a prefill batch whose slots are assigned; None if there are none.
 
         Takes tiles, enters them in ``req.swa_tiles`` (made here) and counts. Where fewer are
-        free than wanted, every request's last boundary comes first.
+        free than wanted, older carriers leave the device; if that is not enough, every
+        request's last boundary comes first.
         """
         captures: list[TileCapture] = []
         first_row = 0
@@ -65,13 +68,13 @@ class CapturePlanner:
             )
             captures += self._captures(req, boundaries, start, first_row, decode=False)
             first_row += length
-        return self._take(captures)
+        return self._take(captures, batch.tree_cache)
 
     def plan_decode(self, batch: ScheduleBatch) -> CapturePlan | None:
         """The captures of a decode step: requests whose new length is a boundary.
 
         Takes tiles as plan_extend() does. Where too few are free, a request's older decode
-        tile makes room for its newer one.
+        tile makes room for its newer one first.
         """
         at_boundary = batch.seq_lens_cpu % self.page_size == 0
         if not at_boundary.any():
@@ -84,7 +87,7 @@ class CapturePlanner:
                 captures += self._captures(
                     batch.reqs[row], (boundary,), boundary - 1, row, decode=True
                 )
-        return self._take(captures)
+        return self._take(captures, batch.tree_cache)
 
     def plan_mixed(
         self, extend: ScheduleBatch, decode: ScheduleBatch
@@ -124,12 +127,17 @@ class CapturePlanner:
             if boundary not in owner.tiles
         ]
 
-    def _take(self, captures: list[TileCapture]) -> CapturePlan | None:
+    def _take(
+        self, captures: list[TileCapture], cache: UnifiedRadixCache
+    ) -> CapturePlan | None:
         """Take tiles, enter them in their owners' tables, count; None without any."""
         wanted = len(captures)
         count = self.allocator.tiles_up_to(wanted)
         if count < wanted:
             self._give_up_superseded(captures, wanted - count)
+            count = self.allocator.tiles_up_to(wanted)
+        if count < wanted:
+            evict_tiles(cache, wanted - count)
             count = self.allocator.tiles_up_to(wanted)
             self._drop(wanted - count)
         self.counters.captured += count

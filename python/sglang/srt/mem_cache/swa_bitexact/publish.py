@@ -1,0 +1,130 @@
+"""Puts a request's tiles onto the radix nodes that end at their boundaries."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.mem_cache.unified_cache.cache_action import (
+    BackupKV,
+    RecoverSWAWithLockedFull,
+    SWARebuild,
+)
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+    from sglang.srt.mem_cache.swa_bitexact.allocator import TileTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.unified_cache.cache_action import ComponentAction
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+logger = logging.getLogger(__name__)
+
+
+class TilePublisher:
+    """Publishes tiles through one tree's own inserts; it owns nothing.
+
+    A tile belongs to the request's table until its page is mapped, here, just before the
+    insert that hands page and tile to the tree. What is mapped earlier would leak with an
+    abort, and travel to the next owner of the rows.
+
+    published: tiles handed to the tree since start-up, duplicates that it freed included.
+    refused: windows that an insert wanted to publish where no tile is; must stay 0.
+    """
+
+    def __init__(self, cache: UnifiedRadixCache) -> None:
+        self._cache = cache
+        self._allocator: TileTokenToKVPoolAllocator = cache.token_to_kv_pool_allocator
+        self._page_size = cache.page_size
+        # Whether the insert under way, or else the next one, ends at a tile.
+        self._ends_at_tile = False
+        self.published = 0
+        self.refused = 0
+
+    def publish(self, req: Req, insert: InsertParams) -> None:
+        """Insert ``req``'s tiles below the end of ``insert``, and prepare ``insert`` itself.
+
+        Call directly before the tree inserts ``insert``, whose key and value are whole pages.
+        One insert per tile, ascending, each from where the last one ended, so that no page is
+        freed twice; then ``insert`` holds what is left. Each insert's window floor lets
+        through the page before its tile and nothing else: without a tile the floor is the
+        end, and the new nodes have no window.
+
+        Takes the published tiles out of ``req.swa_tiles``. Tiles beyond the end stay there,
+        and so do those inside the protected prefix, which the tree has already.
+
+        Example, page_size 256, protected prefix 256, key of 1,280, tiles at 768 and 1,280:
+            insert [0, 768):    prev_prefix_len 256, floor 512, mapped [512, 768)
+            insert [0, 1_280):  prev_prefix_len 768, floor 1_024, mapped [1_024, 1_280)
+        The same without the tile at 1,280: floor 1_280, nothing mapped.
+        """
+        end = len(insert.key)
+        tiles = {} if req.swa_tiles is None else req.swa_tiles.tiles
+        boundaries = sorted(b for b in tiles if insert.prev_prefix_len < b <= end)
+        for boundary in boundaries:
+            if boundary < end:
+                inner = replace(
+                    insert,
+                    key=insert.key[:boundary],
+                    value=insert.value[:boundary],
+                    component_evicted_seqlens=dict(insert.component_evicted_seqlens),
+                )
+                self._map(inner, tiles.pop(boundary))
+                self._cache.insert(inner)
+                insert.prev_prefix_len = boundary
+                # The request's second insert of these nodes: not another hit.
+                insert.inserted_len = max(insert.inserted_len, boundary)
+        if boundaries and boundaries[-1] == end:
+            self._map(insert, tiles.pop(end))
+        else:
+            self._ends_at_tile = False
+            insert.set_evicted_seqlen(ComponentType.SWA, end)
+
+    def _map(self, insert: InsertParams, tile_id: torch.Tensor) -> None:
+        """Map the last page of ``insert`` to the tile, and let the insert publish it."""
+        floor = len(insert.key) - self._page_size
+        self._allocator.map_tile(insert.value[floor:], tile_id)
+        insert.set_evicted_seqlen(ComponentType.SWA, floor)
+        self._ends_at_tile = True
+        self.published += 1
+
+    def accepts(self, action: ComponentAction) -> bool:
+        """Whether the tree may give a node the window that its rows are mapped to.
+
+        Decided on the host: the one page at the end of an insert that ends at a tile is
+        mapped, and no other. An insert from anywhere else would publish mapping 0, which
+        the match would accept as a window; its node stays without one. Frees the incoming
+        rows of a refused recovery, as accepting it would have; counts and logs.
+        """
+        if not isinstance(action, SWARebuild | RecoverSWAWithLockedFull):
+            return True
+        recovers = isinstance(action, RecoverSWAWithLockedFull)
+        rows = action.incoming_full if recovers else action.source_value
+        if self._ends_at_tile and len(rows) == self._page_size:
+            return True
+        self.refused += 1
+        logger.error(
+            "Bit-exact reuse: an insert wanted to publish %d rows as a window, and no tile "
+            "was captured for them; the node stays without a window.",
+            len(rows),
+        )
+        if recovers:
+            self._allocator.free_segment(rows, start_pos=0)
+        return False
+
+    def backup_late(self, node_ids: Iterable[int]) -> None:
+        """Back up windows that came while their node's earlier backup was under way.
+
+        Call when that backup is acknowledged, with its nodes. SGLang looks for such a window
+        only when a later insert ends on the node.
+        """
+        core = self._cache.tree_core
+        for node_id in node_ids:
+            # Builds no transfer, and does nothing, where the window is on the host already.
+            if core.get_component_device_value(node_id, ComponentType.SWA) is not None:
+                self._cache._execute_and_commit_kv_backup(BackupKV(node_ids=[node_id]))

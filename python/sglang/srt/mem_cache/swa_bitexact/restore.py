@@ -1,0 +1,252 @@
+"""Queues the restores of newly taken request slots, and executes them on the forward stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.kernels.ops.kvcache.dsv4_tiles import (
+    TileTable,
+    scatter_layer,
+    scatter_tables,
+)
+from sglang.srt.mem_cache.swa_bitexact.capture_pool import CLEARED_TILE
+from sglang.srt.mem_cache.swa_bitexact.layout import STATE_STREAMS, WINDOW_STREAMS
+from sglang.srt.utils import is_pin_memory_available
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+    from sglang.srt.mem_cache.swa_bitexact.allocator import TileTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.swa_bitexact.capture import TileWriter
+    from sglang.srt.mem_cache.swa_bitexact.checksum import TileChecksums
+
+
+@dataclass
+class ReuseCounters:
+    """Since start-up, of requests that took a slot.
+
+    reused, cold: with a prefix and without. nominal_tokens: what their compressed rows alone
+    would have matched. effective_tokens: what was reused.
+    """
+
+    reused: int = 0
+    cold: int = 0
+    nominal_tokens: int = 0
+    effective_tokens: int = 0
+
+
+@dataclass
+class RestorePlan:
+    """What one step restores before it reads any slot; made by the scheduler.
+
+    slots, boundaries: the request slots just taken, and the length of the prefix that each
+    reuses; those without one come last, with boundary 0. tile_ids: int64 [len(slots)] on the
+    device, 0 where there is no prefix. layer_wise: a HiCache load is under way, so that a
+    layer's part of a tile is there only once that layer was waited for.
+    """
+
+    slots: list[int]
+    boundaries: list[int]
+    tile_ids: torch.Tensor
+    layer_wise: bool = False
+    executed: bool = False
+    # Ring rows per (rows, ring rows), filled in by the first stream that needs them.
+    addresses: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def warm(self) -> int:
+        """How many slots reuse a prefix."""
+        return sum(boundary > 0 for boundary in self.boundaries)
+
+
+class RestoreQueue:
+    """The scheduler's side: which slots need their window and state, and from which tile."""
+
+    def __init__(
+        self, allocator: TileTokenToKVPoolAllocator, slots: ReqToTokenPool
+    ) -> None:
+        self._allocator = allocator
+        self._page_size = allocator.page_size
+        self._req_to_token_pool = slots
+        self._pin = is_pin_memory_available(slots.device)
+        self._plan: RestorePlan | None = None
+        self.counters = ReuseCounters()
+
+    def matched(self, params: MatchPrefixParams, result: MatchResult) -> None:
+        """A tree match is done: one for reuse arms the request, a probe changes nothing.
+
+        Admission may be refused after it; the next attempt matches, and arms, again.
+        """
+        if params.for_reuse and params.req is not None:
+            params.req.swa_nominal_hit = result.full_kv_hit_length
+
+    def queue(self, reqs: list[Req], req_pool_indices: torch.Tensor) -> None:
+        """Queue the restores of armed requests among ``reqs``, which just got these slots.
+
+        A request is armed by the match before it takes a slot, and disarmed here: later
+        chunks are left alone. Reads which tile the end of the prefix is mapped to; the
+        request's lock keeps it there until the step was launched. No synchronization.
+
+        Raises:
+            AssertionError: a prefix does not end at a page boundary.
+        """
+        taken: list[tuple[int, int]] = []
+        for req, slot in zip(reqs, req_pool_indices.tolist(), strict=True):
+            nominal, req.swa_nominal_hit = req.swa_nominal_hit, None
+            if nominal is None:
+                continue
+            assert req.prefix_len % self._page_size == 0, (
+                f"request {req.rid} reuses {req.prefix_len} tokens, expected whole pages of "
+                f"{self._page_size}: no tile ends there"
+            )
+            taken.append((slot, req.prefix_len))
+            self.counters.nominal_tokens += nominal
+        if not taken:
+            return
+        taken.sort(key=lambda slot_and_prefix: slot_and_prefix[1] == 0)
+        slots, boundaries = [list(column) for column in zip(*taken, strict=True)]
+        self._plan = RestorePlan(slots, boundaries, self._tiles_at(slots, boundaries))
+        self.counters.reused += self._plan.warm
+        self.counters.cold += len(slots) - self._plan.warm
+        self.counters.effective_tokens += sum(boundaries)
+
+    def take(self, *, layer_wise: bool) -> RestorePlan | None:
+        """What was queued, for the batch that is being prepared."""
+        plan, self._plan = self._plan, None
+        if plan is not None:
+            plan.layer_wise = layer_wise
+        return plan
+
+    def _tiles_at(self, slots: list[int], boundaries: list[int]) -> torch.Tensor:
+        """Tiles that the pages before ``boundaries`` are mapped to; the cleared one for 0."""
+        last = [max(boundary - 1, 0) for boundary in boundaries]
+        where = torch.tensor([slots, last, boundaries], dtype=torch.int64)
+        if self._pin:
+            where = where.pin_memory()
+        device = self._req_to_token_pool.device
+        slot, position, boundary = where.to(device, non_blocking=True)
+        rows = self._req_to_token_pool.req_to_token[slot, position].long()
+        tile_ids = self._allocator.full_to_swa_index_mapping[rows] // self._page_size
+        return tile_ids.where(boundary > 0, CLEARED_TILE)
+
+
+class TileReader:
+    """The forward's side: writes tiles into the rings of one KV pool.
+
+    Everything runs on the stream that computes the step, behind whatever the slots' former
+    owners still had under way there.
+    """
+
+    # With SGLANG_SWA_DBG_CHECKSUM, what checks each copy.
+    checksums: TileChecksums | None = None
+
+    def __init__(self, writer: TileWriter) -> None:
+        self._pool = writer.pool
+        self._rings = writer.rings
+        self._layer_index = writer.layer_index
+        self._pin = is_pin_memory_available(self._pool.device)
+        # Windows and states, each as one launch; by the name of their first stream.
+        self._tables = {
+            present[0]: TileTable(
+                tuple((self._pool.buffers[name], self._rings[name]) for name in present)
+            )
+            for group in (WINDOW_STREAMS, STATE_STREAMS)
+            if (present := [name for name in group if name in self._rings])
+        }
+        # The plan of the running step if it goes layer by layer, and its parts to come.
+        self._running: RestorePlan | None = None
+        self._to_come: set[tuple[str, int]] = set()
+
+    def restore(self, plan: RestorePlan) -> None:
+        """Execute a plan once, before the first layer; calling again does nothing.
+
+        Writes, per slot: the ring rows of [boundary - W, boundary) of every layer if there is
+        a prefix, and the c4 and indexer rows of [boundary - 4, boundary) of every ratio-4
+        layer. Without a prefix these are the cleared rows before position 0: the scheduler
+        cleared them on its own stream, maybe before the former owner's last step wrote them.
+        Two launches; with ``plan.layer_wise`` none, the copies then wait for restore_layer().
+
+        Raises:
+            AssertionError: the step before went layer by layer, and left layers out.
+        """
+        if plan.executed:
+            return
+        plan.executed = True
+        assert not self._to_come, (
+            f"the step before did not reach {sorted(self._to_come)}: its slots were not "
+            f"restored there"
+        )
+        if plan.layer_wise and plan.warm:
+            self._running = plan
+            self._to_come = {
+                (stream, layer)
+                for stream, layers in self._layer_index.items()
+                for layer in layers
+            }
+            return
+        for stream, table in self._tables.items():
+            scatter_tables(table, *self._rows(stream, plan))
+        if self.checksums is not None:
+            for stream, layers in self._layer_index.items():
+                for layer_id in layers:
+                    self._check(stream, layer_id, plan)
+
+    def restore_layer(self, layer_id: int, *streams: str) -> None:
+        """Restore one layer's part of ``streams``, if it is still to come.
+
+        Call behind the wait for the layer's HiCache transfer, on the stream that reads the
+        rings next.
+        """
+        if self._running is None:
+            return
+        for stream in streams:
+            if (stream, layer_id) in self._to_come:
+                self._to_come.remove((stream, layer_id))
+                layer = self._layer_index[stream][layer_id]
+                tile_ids, addresses = self._rows(stream, self._running)
+                scatter_layer(
+                    self._pool.buffers[stream][layer],
+                    tile_ids,
+                    self._rings[stream].buffers[layer],
+                    addresses,
+                )
+                if self.checksums is not None:
+                    self._check(stream, layer_id, self._running)
+        if not self._to_come:
+            self._running = None
+
+    def _check(self, stream: str, layer_id: int, plan: RestorePlan) -> None:
+        ring = self._rings[stream].buffers[self._layer_index[stream][layer_id]]
+        tile_ids, addresses = self._rows(stream, plan)
+        assert self.checksums is not None
+        self.checksums.restored(stream, layer_id, tile_ids, ring, addresses)
+
+    def _rows(
+        self, stream: str, plan: RestorePlan
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tile ids and ring rows of the slots to write; windows only where there is a prefix."""
+        geometry = self._pool.layout.streams[stream]
+        key = (geometry.rows, geometry.ring_rows)
+        if key not in plan.addresses:
+            on_host = ring_rows(plan.slots, plan.boundaries, *key)
+            if self._pin:
+                on_host = on_host.pin_memory()
+            plan.addresses[key] = on_host.to(self._pool.device, non_blocking=True)
+        count = plan.warm if stream in WINDOW_STREAMS else len(plan.slots)
+        return plan.tile_ids[:count], plan.addresses[key][:count]
+
+
+def ring_rows(
+    slots: list[int], boundaries: list[int], rows: int, ring_rows: int
+) -> torch.Tensor:
+    """Ring rows of the ``rows`` positions before each boundary, int64 [slots, rows] on the host.
+
+    Example, rows=4, ring_rows=8: slot 3, boundary 512 -> positions 508 to 511 -> rows 28, 29,
+    30, 31. Boundary 0 -> positions -4 to -1 -> the same rows of slot 3, which the first block
+    of a sequence reads as its overlap.
+    """
+    position = torch.tensor(boundaries)[:, None] - rows + torch.arange(rows)
+    return torch.tensor(slots)[:, None] * ring_rows + position % ring_rows
