@@ -1,7 +1,7 @@
 # Every target builds the environment first if needed; see tools/venv.py.
 PYTHON ?= python3.11
 
-.PHONY: help venv lock demo serve test lint bench clean
+.PHONY: help venv lock demo serve test test-ci test-parts lint verify-long bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -12,7 +12,7 @@ venv: ## build the CPU environment if needed, apply the series, print its direct
 lock: ## resolve requirements-cpu.in into requirements-cpu.lock
 	$(PYTHON) tools/venv.py --lock
 
-demo: ## the real server on this CPU: how far a stock cache hit is from a cold run
+demo: ## the real server on this CPU: cache hits against cold runs, on stock and with the switch off and on
 	@venv=$$($(PYTHON) tools/venv.py) && $$venv/bin/sglang-bitexact demo --out build/demo
 
 serve: ## a server on the tiny model that stays up; prints a curl line
@@ -21,8 +21,17 @@ serve: ## a server on the tiny model that stays up; prints a curl line
 test: ## the whole suite; PYTEST="..." passes arguments on
 	@venv=$$($(PYTHON) tools/venv.py) && $$venv/bin/python -m pytest $(PYTEST)
 
+test-ci: ## what takes longer: hits against cold runs on eight servers, upstream's fixtures, poison
+	@venv=$$($(PYTHON) tools/venv.py) && $$venv/bin/python -m pytest -m ci
+
+test-parts: ## every part on its own: build the series up to it and run its tests
+	@venv=$$($(PYTHON) tools/venv.py) && $$venv/bin/python tools/test_parts.py
+
 lint: ## ruff, mypy, codespell
 	@venv=$$($(PYTHON) tools/venv.py) && PATH=$$venv/bin:$$PATH $$venv/bin/python -m pre_commit run --all-files
+
+verify-long: ## every setting of the server, thousands of cache hits against cold runs; hours, can be interrupted
+	@venv=$$($(PYTHON) tools/venv.py) && $$venv/bin/python -m sglang_bitexact.verify.long --out build/verify-long
 
 bench: ## what the no-op calls of part 1 cost, stock against part 1
 	@venv=$$($(PYTHON) tools/venv.py) && $$venv/bin/python benchmark/noop_hooks.py

@@ -15,6 +15,25 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
 
+# Kept out of a plain run; what each is for, and who runs it.
+_MARKERS = {
+    "ci": "servers over and over, minutes: `make test-ci`, which .ci/run calls after `make test`",
+    "slow": "a longer version of a test in the suite: PYTEST='-m slow'",
+}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for name, meaning in _MARKERS.items():
+        config.addinivalue_line("markers", f"{name}: {meaning}")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("markexpr"):
+        return
+    kept_out = [item for item in items if any(item.get_closest_marker(name) for name in _MARKERS)]
+    config.hook.pytest_deselected(items=kept_out)
+    items[:] = [item for item in items if item not in kept_out]
+
 
 @pytest.fixture(scope="session")
 def checkpoint() -> Path:

@@ -19,6 +19,7 @@ from sglang_bitexact.errors import BitexactError
 from sglang_bitexact.series import Series
 from sglang_bitexact.tree import Tree
 from sglang_bitexact.upstream import PINNED_VERSION, download
+from sglang_bitexact.verify import command as verify
 from sglang_bitexact.wheel import build
 
 # 0: done. 1: the answer is no (an edit does not anchor, the tree is not in order).
@@ -87,6 +88,11 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("demo", _demo, "Run the real server on a CPU and compare cache hits with cold runs.")
     series(sub)
     sub.add_argument("--out", type=Path, default=Path("build/demo"), help="emptied first (default: build/demo)")
+    sub.add_argument(
+        "--modes", nargs="+", choices=("stock", "off", "on"), default=("stock", "off", "on"), help="default: all three"
+    )
+    sub = command("verify", verify.run, verify.DESCRIPTION)
+    verify.add_arguments(sub)
     sub = command("serve", _serve, "Serve the tiny checkpoint on a CPU until interrupted.")
     sub.add_argument("--out", type=Path, default=Path("build/serve"), help="checkpoint and log (default: build/serve)")
     sub.add_argument("--port", type=int, default=30000)
@@ -147,14 +153,17 @@ def _table(version: str, findings: list[Finding]) -> Table:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    from sglang_bitexact.demo.run import print_report, run_demo
+    from sglang_bitexact.demo.run import print_report, problems, run_demo
 
-    content = run_demo(_series(args), args.out)
+    content = run_demo(_series(args), args.out, args.modes)
+    found = problems(content)
     if args.json:
-        print(json.dumps(content))
+        print(json.dumps({**content, "problems": found}))
     else:
         print_report(content, args.out)
-    return _OK
+        for problem in found:
+            print(problem)
+    return _NO if found else _OK
 
 
 def _serve(args: argparse.Namespace) -> int:

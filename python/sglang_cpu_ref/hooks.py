@@ -23,7 +23,9 @@ from sglang_cpu_ref import (
     indexer,
     metadata,
     moe,
+    poison,
     rope,
+    sampling,
     streams,
 )
 
@@ -79,14 +81,24 @@ def _allow_dsv4_pool(original: Callable[..., None], platform: Any, *, subsystem:
         original(platform, subsystem=subsystem)
 
 
+def _exact_chunk_fill() -> bool:
+    """SGLANG_EXACT_CHUNK_FILL where it is set; upstream asks for a gfx95 GPU as well, where it is on."""
+    from sglang.srt.environ import envs
+
+    return bool(envs.SGLANG_EXACT_CHUNK_FILL.is_set() and envs.SGLANG_EXACT_CHUNK_FILL.get())
+
+
 PATH_SELECTION = (
     # Upstream hands an out-of-tree platform's torch.device on where it needs a string.
     Hook("sglang.srt.utils.common.get_device", lambda device_id=None: "cpu"),
     Hook(f"{_GATE}.is_unified_kv_triton", lambda: True),
     Hook(f"{_GATE}.is_unified_kv_fp8", lambda: False),
+    Hook("sglang.srt.managers.schedule_policy._use_exact_chunk_fill", _exact_chunk_fill),
     Hook("sglang.srt.platforms.interface.reject_out_of_tree_path", _allow_dsv4_pool, around=True),
     Hook(f"{_HIP_BACKEND}._create_flashmla_metadata", lambda: None),
     Hook("sglang.srt.models.deepseek_v4.get_rope_wrapper", lambda *args, **kwargs: None),
+    # It would register Triton kernels; the platform's own are batch-invariant.
+    Hook("sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode", lambda self: None),
     # Compiles tilelang kernels and synchronises CUDA; there is nothing to compile.
     Hook("sglang.srt.models.deepseek_v4.DeepseekV4ForCausalLM._prewarm_mhc_kernels", lambda self: None),
 )
@@ -126,11 +138,19 @@ LEAF_KERNELS = (
     Hook("sglang.kernels.ops.layernorm.mhc_head.fused_hc_head", hyper.fused_hc_head),
     Hook("sglang.kernels.ops.activation.silu_and_mul_clamp.silu_and_mul_clamp", moe.silu_and_mul_clamp),
     Hook("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", moe.moe_forward),
+    Hook("sglang.kernels.ops.sampling.murmur_hash.murmur_hash32", sampling.murmur_hash32),
     Hook(f"{_POOL_HOST}.common._cuda_host_register", hicache.leave_unpinned),
     Hook(f"{_POOL_HOST}.common._cuda_host_unregister", hicache.leave_unpinned),
     Hook(f"{_POOL_HOST}.base.HostKVCache.__init__", hicache.init_without_pinning, around=True),
     Hook(f"{_SRT_MEM}.memory_pool_host.DeepSeekV4PagedHostPool.__init__", hicache.init_without_pinning, around=True),
     Hook(f"{_SRT_MEM}.memory_pool_host.DeepSeekV4StateHostPool.__init__", hicache.init_without_pinning, around=True),
+)
+
+# Attached with SGLANG_CPU_REF_POISON=1 only.
+POISON = (
+    Hook(f"{_SRT_MEM}.allocation.alloc_for_extend", poison.before_extend, around=True),
+    Hook(f"{_SRT_MEM}.unified_radix_cache.UnifiedRadixCache.load_back", poison.before_load_back, around=True),
+    Hook(f"{_SRT_MEM}.unified_radix_cache.UnifiedRadixCache.reset", poison.after_reset, around=True),
 )
 
 # Names that upstream imports from sgl_kernel on CUDA and HIP only: there is no
@@ -159,7 +179,10 @@ def attach() -> None:
 
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    hooks = PATH_SELECTION + LEAF_KERNELS
+    hooks: tuple[Hook, ...] = PATH_SELECTION + LEAF_KERNELS
+    if poison.requested():
+        hooks += POISON
+        poison.logger.warning("%s=1: what is free is overwritten with garbage.", poison.SWITCH)
     for hook in hooks:
         kind = HookType.AROUND if hook.around else HookType.REPLACE
         HookRegistry.register(hook.target, hook.replacement, kind)
@@ -175,9 +198,13 @@ def attach() -> None:
         for function in PROVIDED:
             setattr(module, function.__name__, function)
 
+    from sglang.srt.arg_groups import choices
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
     register_attention_backend("dsv4")(_dsv4_backend)
+    # Batch-invariant kernels: sampling with a fixed seed repeats itself, with a prefix and without.
+    choices.add_deterministic_attention_backend_choices(["dsv4"])
+    choices.add_radix_supported_deterministic_attention_backend_choices(["dsv4"])
     aten.install()
     _attached = True
 

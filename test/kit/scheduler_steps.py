@@ -6,8 +6,20 @@ from array import array
 from types import SimpleNamespace
 
 import torch
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from kit.tile_pools import PAGE
+
+
+class EmptyTree:
+    """A tree that holds nothing: where tiles are short, there is none to evict."""
+
+    tree_components = (ComponentType.SWA,)
+    token_to_kv_pool_allocator = SimpleNamespace(page_size=PAGE, capture_pool=SimpleNamespace(num_tiles=1))
+    tree_core = SimpleNamespace(evict_device_start=lambda *_: None, evict_device_end=lambda *_: None)
+
+    def _evict_device_next_node(self, *_):
+        return None, False
 
 
 def req(slot, length, branch=None, skip=False):
@@ -24,6 +36,7 @@ def req(slot, length, branch=None, skip=False):
 def extend(*parts):
     """A prefill batch of (request, start, end)."""
     return SimpleNamespace(
+        tree_cache=EmptyTree(),
         reqs=[r for r, _, _ in parts],
         prefix_lens=[start for _, start, _ in parts],
         extend_lens=[end - start for _, start, end in parts],
@@ -32,7 +45,8 @@ def extend(*parts):
 
 def decode(*parts):
     """A decode step of (request, length after the step)."""
-    return SimpleNamespace(reqs=[r for r, _ in parts], seq_lens_cpu=torch.tensor([n for _, n in parts]))
+    lengths = torch.tensor([length for _, length in parts])
+    return SimpleNamespace(tree_cache=EmptyTree(), reqs=[r for r, _ in parts], seq_lens_cpu=lengths)
 
 
 def random_step(p, rng, live, flying) -> list:

@@ -26,6 +26,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
 )
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.pool_host import base as pool_host
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.swa_bitexact import guards
 from sglang.srt.mem_cache.swa_bitexact.attach import attach_capture
@@ -70,7 +71,10 @@ def _context(arguments: dict[str, Any]) -> Iterator[ServerArgs]:
     )
     context = create_context(args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
     # The CPU platform has no kernels, and resolves the backend to another.
-    context.override("test", **{name: arguments[name] for name in _COPIES & arguments.keys()})
+    overrides = {name: arguments[name] for name in _COPIES & arguments.keys()}
+    # Its default on this platform is for the tiny model's server.
+    overrides["hicache_swa_host_tile_fraction"] = arguments.get("hicache_swa_host_tile_fraction", 0.5)
+    context.override("test", **overrides)
     with use_context(context):
         yield args
 
@@ -106,8 +110,12 @@ class TileCache:
         tiles: int = 8,
         ratios: tuple[int, ...] = RATIOS,
         publishes: bool = False,
+        hicache: bool = True,
     ) -> None:
-        """publishes: as on a server, requests publish (see TileRequest), and publish() is refused."""
+        """publishes: as on a server, requests publish (see TileRequest), and publish() is refused.
+
+        hicache: with host pools; without, there is the device only.
+        """
         self.allocator = tile_pools(tiles=tiles, ratios=ratios)
         if publishes:
             attach_capture(self.allocator)
@@ -125,19 +133,25 @@ class TileCache:
         )
         register_tile_stack()
         self.tree = UnifiedRadixCache(params=self.params)
-        self.tree.init_hicache(args, self.params)
-        atexit.unregister(self.tree.shutdown)
+        if hicache:
+            # SGLang leaves 10 GiB to others, which a machine that runs these tests need not have.
+            with unittest.mock.patch.object(pool_host, "HICACHE_HOST_MEMORY_RESERVE_BYTES", 0):
+                self.tree.init_hicache(args, self.params)
+            atexit.unregister(self.tree.shutdown)
         self.controller = self.tree.cache_controller
 
     def __enter__(self) -> TileCache:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.controller._stop_storage_threads()
+        if self.controller is not None:
+            self.controller._stop_storage_threads()
 
     def settle(self) -> None:
         """Until no transfer is under way."""
         tree = self.tree
+        if self.controller is None:
+            return
         for _ in range(500):
             tree.check_hicache_events()
             if not (tree.ongoing_write_through or tree.ongoing_backup or tree.ongoing_load_back):
@@ -145,17 +159,21 @@ class TileCache:
             time.sleep(0.01)
         raise AssertionError("transfers are still under way after 5 s")
 
-    def check(self, *requests: Any) -> None:
+    def check(self, *requests: Any, refused: int = 0) -> None:
         """SGLang's invariants and ours; ``requests``: the TileRequests that hold tiles and locks.
 
-        SGLang's own holds while nothing is locked only.
+        SGLang's own holds while nothing is locked only. ``refused``: windows that were refused so far.
         """
         if not requests:
             self.settle()
             self.tree.sanity_check()
         held = [tile for request in requests if request.req.swa_tiles for tile in request.req.swa_tiles.tiles.values()]
         check_tree(self.tree, held)
-        assert self.tree.tile_publisher is None or self.tree.tile_publisher.refused == 0
+        assert self.tree.tile_publisher is None or self.tree.tile_publisher.refused == refused
+
+    def free(self) -> tuple[int, int]:
+        """Free tiles, and free FULL pages."""
+        return self.allocator.tiles_available, self.allocator.full_available_size() // PAGE
 
     # Tiles ---------------------------------------------------------------------
 
@@ -175,6 +193,13 @@ class TileCache:
         """Overwrite every tile, so that what is equal afterwards was transferred."""
         for buffer in self.kvcache.capture_pool.buffers.values():
             buffer.view(torch.uint8).fill_(0xA5)
+
+    def poison_free_tiles(self) -> None:
+        """Overwrite the tiles that nobody owns."""
+        self.free()
+        tiles = self.allocator.swa_attn_allocator.get_all_free_pages()
+        for buffer in self.kvcache.capture_pool.buffers.values():
+            buffer.view(torch.uint8)[:, tiles] = 0xA5
 
     def publish(self, tokens: array[int], end: int, capture: Callable[[int], None]) -> int:
         """Insert the first ``end`` tokens, with fresh FULL rows and a tile at their end.

@@ -26,6 +26,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
 
 from kit.checkpoint import shared_checkpoint
+from kit.stored_rows import stored_rows
 
 PAGE_SIZE = 256
 
@@ -117,25 +118,8 @@ class TinyRun:
 
     def compressed_rows(self, sequence: Sequence, length: int) -> dict[str, torch.Tensor]:
         """Compressed rows and index keys of the first ``length`` tokens, by "kind.layer"."""
-        pool = self.pool
         loc = self.runner.req_to_token_pool.req_to_token[sequence.slot, :length].long()
-        out = {}
-        for layer, buffer in enumerate(pool.unified_kv_pool.kv_buffer):
-            ratio = pool.compression_ratios[layer]
-            if ratio:
-                ends = loc[ratio - 1 :: ratio] // ratio
-                out[f"c{ratio}.{layer}"] = buffer[pool.unified_swa_pages + ends]
-            if ratio == 4:
-                out[f"index_key.{layer}"] = self._index_keys(layer, loc[3::4] // 4)
-        return out
-
-    def _index_keys(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
-        """Bytes of the index keys at ``slots``: 128 codes and the scale, uint8 [N, 132]."""
-        pages = self.pool.get_index_k_with_scale_buffer(layer_id=layer)
-        page, offset = slots // 64, slots % 64
-        codes = pages[page[:, None], offset[:, None] * 128 + torch.arange(128)]
-        scales = pages[page[:, None], 64 * 128 + offset[:, None] * 4 + torch.arange(4)]
-        return torch.cat((codes, scales), dim=1).view(torch.uint8)
+        return stored_rows(self.pool, loc)
 
 
 @functools.cache

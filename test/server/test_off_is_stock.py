@@ -99,14 +99,15 @@ def test_metrics_have_the_same_values(observed, mode):
     assert {name: (ours[name], theirs[name]) for name in compared if ours[name] != theirs[name]} == {}
 
 
-def test_with_the_flag_on_an_incomplete_build_refuses_to_start(checkpoint, tmp_path):
+def test_with_the_flag_on_the_first_parts_refuse_to_start(checkpoint, tmp_path):
     """One message, from the launching process: no worker was started that could hang."""
-    server = Server(checkpoint, _ARGUMENTS, tmp_path / "server.log", tree=_built(3, tmp_path), environment=_FLAG)
+    server = Server(checkpoint, _ARGUMENTS, tmp_path / "server.log", tree=_built(4, tmp_path), environment=_FLAG)
     with pytest.raises(BitexactError, match="the server ended with code 1"):
         server.start()
     log = (tmp_path / "server.log").read_text()
     assert log.rstrip().splitlines()[-1] == (
-        "ValueError: SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE is on, and not usable yet: parts 4 and 5 are not in this "
-        "build. Unset SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE."
+        "ValueError: SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE is on, and this build holds the first parts of the series "
+        "only: it would capture windows, and not restore them. Build with all parts, or unset "
+        "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE."
     )
     assert log.count("Traceback") == 1

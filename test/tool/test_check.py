@@ -72,7 +72,7 @@ def test_our_edits_anchor_in_the_pinned_release(capsys):
     report = json.loads(capsys.readouterr().out)
     assert report["sglang"] == "0.5.23" and report["ok"]
     assert {edit["state"] for edit in report["edits"]} == {"anchors"}
-    assert {edit["part"] for edit in report["edits"]} == {1, 2, 3}
+    assert {edit["part"] for edit in report["edits"]} == {1, 2, 3, 4, 5}
 
 
 def test_exit_code_and_table(tmp_path, monkeypatch, capsys):

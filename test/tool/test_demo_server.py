@@ -1,4 +1,4 @@
-"""The child process of demo and serve, without a server in it."""
+"""The child process of demo and serve, without a server in it; the demo's verdict."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_bitexact.demo.run import problems
 from sglang_bitexact.demo.server import Server
 from sglang_bitexact.errors import BitexactError
 
@@ -20,3 +21,33 @@ def test_a_server_that_ends_by_itself_is_an_error_with_the_end_of_its_log(tmp_pa
     with pytest.raises(BitexactError, match=r"(?s)ended with code 3.*out of memory"):
         server.wait()
     server.stop()
+
+
+@pytest.mark.parametrize(
+    ("stock", "on", "cold", "expected"),
+    [
+        (3, 0, 0, []),
+        (0, 0, 0, ["stock: no hit differs from its cold run, so a fault would not have shown"]),
+        (3, 1, 0, ["on: 1 of 9 hits differ from their cold run"]),
+        (3, 0, 1, ["on: two cold runs differ"]),
+    ],
+)
+def test_the_demo_says_what_it_did_not_show(stock, on, cold, expected):
+    modes = {
+        "stock": {"comparisons": 9, "differing_outputs": stock, "cold_against_cold": {"differing_outputs": 0}},
+        "on": {"comparisons": 9, "differing_outputs": on, "cold_against_cold": {"differing_outputs": cold}},
+    }
+    assert problems({"modes": modes}) == expected
+
+
+def test_a_killed_server_leaves_no_process(tmp_path: Path):
+    server = Server(tmp_path, [], tmp_path / "server.log")
+    # It would outlive a request to end, and so would its child.
+    ignore = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+    script = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {ignore!r}]).wait()"
+    server._process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, start_new_session=True)
+    stdout = server._process.stdout
+    assert stdout is not None and stdout.readline() == b"\n"
+    server.kill()
+    # The end of the pipe is there once nobody can write to it.
+    assert stdout.read() == b""

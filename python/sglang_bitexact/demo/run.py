@@ -6,37 +6,61 @@ import json
 import shutil
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from sglang_bitexact.demo.compare import TIERS, ModeReport
-from sglang_bitexact.demo.scenario import SERVER_ARGUMENTS, measure
+from sglang_bitexact.demo.scenario import SERVER_ARGUMENTS, ModeReport, measure
 from sglang_bitexact.demo.server import Server
 from sglang_bitexact.errors import BitexactError
 from sglang_bitexact.series import Series
-from sglang_bitexact.upstream import PINNED_VERSION, download, unpacked
+from sglang_bitexact.upstream import PINNED_VERSION, Wheel, download, unpacked
+from sglang_bitexact.verify.answer import TIERS
 from sglang_bitexact.wheel import build
 
 _console = Console(stderr=True, highlight=False)
 
 
-def run_demo(series: Series, out: Path) -> dict[str, Any]:
-    """Build ``series`` and run all modes below ``out``; writes and returns ``report.json``."""
+MODES = ("stock", "off", "on")
+_FLAG = "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE"
+
+
+def run_demo(series: Series, out: Path, modes: Sequence[str] = MODES) -> dict[str, Any]:
+    """Build ``series`` and run ``modes`` below ``out``; writes and returns ``report.json``.
+
+    stock: the released SGLang; off, on: the built one, without and with the switch.
+
+    Raises:
+        BitexactError: a server did not start or compared nothing in some tier. The report then
+            holds the modes before it.
+    """
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    _stop_on_signals()
+    stop_on_signals()
     checkpoint = make_checkpoint(out / "checkpoint")
     wheel = build(series, download(), series.last_part, out / "dist")
     _say(f"the series builds: {wheel.name}")
     _say(f"stock sglang {PINNED_VERSION}: unpacking the released wheel")
-    stock = unpacked(download())
-    modes = {"stock": _run_mode("stock", stock, checkpoint, out)}
-    content = {"sglang": PINNED_VERSION, "modes": {name: mode.as_json() for name, mode in modes.items()}}
-    (out / "report.json").write_text(json.dumps(content, indent=2) + "\n")
+    content: dict[str, Any] = {"sglang": PINNED_VERSION, "modes": {}}
+    for mode in modes:
+        tree = unpacked(download()) if mode == "stock" else unpacked(Wheel(wheel))
+        content["modes"][mode] = _run_mode(mode, tree, checkpoint, out).as_json()
+        (out / "report.json").write_text(json.dumps(content, indent=2) + "\n")
     return content
+
+
+def problems(content: dict[str, Any]) -> list[str]:
+    """Why the demo did not show what it is for; empty if it did."""
+    modes = content["modes"]
+    found = [f"{m}: two cold runs differ" for m in modes if modes[m]["cold_against_cold"]["differing_outputs"]]
+    if "stock" in modes and not modes["stock"]["differing_outputs"]:
+        found.append("stock: no hit differs from its cold run, so a fault would not have shown")
+    if "on" in modes and (differing := modes["on"]["differing_outputs"]):
+        found.append(f"on: {differing} of {modes['on']['comparisons']} hits differ from their cold run")
+    return found
 
 
 def make_checkpoint(directory: Path) -> Path:
@@ -53,7 +77,8 @@ def _run_mode(name: str, tree: Path, checkpoint: Path, out: Path) -> ModeReport:
     storage = out / name / "l3"
     storage.mkdir(parents=True)
     arguments = (*SERVER_ARGUMENTS, "--file-storage-path", str(storage.resolve()))
-    server = Server(checkpoint, arguments, out / name / "server.log", tree=tree)
+    environment = {_FLAG: str(int(name == "on"))}
+    server = Server(checkpoint, arguments, out / name / "server.log", tree=tree, environment=environment)
     try:
         _say(f"{name}: starting the server (log: {out / name / 'server.log'})")
         seconds = server.start()
@@ -71,7 +96,7 @@ def _run_mode(name: str, tree: Path, checkpoint: Path, out: Path) -> ModeReport:
 
 def serve(out: Path, port: int, arguments: list[str], *, as_json: bool = False) -> int:
     """Serve the tiny checkpoint until interrupted; prints a curl line, or the address as JSON."""
-    _stop_on_signals()
+    stop_on_signals()
     checkpoint = make_checkpoint(out / "checkpoint")
     log = out / "server.log"
     server = Server(checkpoint, arguments, log, port=port)
@@ -93,36 +118,50 @@ def serve(out: Path, port: int, arguments: list[str], *, as_json: bool = False) 
 
 
 def print_report(content: dict[str, Any], out: Path) -> None:
-    """The report for people."""
+    """The report for people: the modes side by side."""
     console = Console(highlight=False)
-    table = Table(
-        *("mode", "hit in", "comparisons", "other answer", "largest logprob difference", "reused / held tokens"),
-        title=f"sglang {content['sglang']}: a repeated prompt against its cold run",
-    )
-    for name, mode in content["modes"].items():
-        cold = mode["cold_against_cold"]
-        rows = [("none (cold against cold)", cold, "-")]
-        for tier in TIERS:
-            tally = mode["tiers"][tier]
-            rows.append((tier, tally, f"{tally['reported_cached_tokens']} / {tally['nominal_cached_tokens']}"))
-        for label, tally, reuse in rows:
-            differing = tally["differing_outputs"]
-            colour = "red" if differing else "green"
-            numbers = (str(tally["comparisons"]), f"[{colour}]{differing}[/]", f"{tally['max_abs_logprob_diff']:.3g}")
-            table.add_row(name, label, *numbers, reuse)
+    modes = content["modes"]
+    table = Table(title=f"sglang {content['sglang']}: a cached prompt against its cold run")
+    table.add_column("hit in")
+    for mode in modes:
+        table.add_column(f"{mode}: differing")
+        table.add_column("logprob by")
+        table.add_column("reused tokens")
+    for label, path in _ROWS.items():
+        row = [label]
+        for mode in modes.values():
+            row += _cells(mode[path] if path in mode else mode["tiers"][path])
+        table.add_row(*row)
     console.print(table)
     console.print(
-        "Greedy decoding, same prompt, same kernels. Cold runs agree to the last bit; a stock cache hit "
-        "continues from a window and overlap states that belong to other requests."
+        "Greedy decoding, same prompt, same kernels; reused: of what whole pages of the cached tokens could give. "
+        "Cold runs agree to the last bit. A stock hit continues from a window and overlap states that belong to "
+        "other requests."
     )
     console.print(f"Details: {out / 'report.json'}")
+
+
+_ROWS = {
+    "none (cold, again)": "cold_against_cold",
+    **{tier: tier for tier in TIERS},
+    "a chat's later turns": "chat",
+}
+
+
+def _cells(numbers: dict[str, Any]) -> list[str]:
+    differing = numbers["differing_outputs"]
+    reuse = "-"
+    if "nominal_cached_tokens" in numbers:
+        reuse = f"{numbers['reported_cached_tokens']} of {numbers['nominal_cached_tokens']}"
+    shown = f"[{'red' if differing else 'green'}]{differing} of {numbers['comparisons']}[/]"
+    return [shown, f"{numbers['max_abs_logprob_diff']:.3g}", reuse]
 
 
 def _say(text: str) -> None:
     _console.print(f"[dim]>[/] {text}")
 
 
-def _stop_on_signals() -> None:
+def stop_on_signals() -> None:
     """Turn SIGTERM into an exception, so that servers are stopped on the way out."""
 
     def leave(number: int, frame: object) -> None:

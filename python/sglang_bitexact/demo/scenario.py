@@ -1,18 +1,28 @@
-"""The demo's requests: cold runs, then hits in each of the three tiers."""
+"""The demo's requests: cold runs, hits in each of the three tiers, a chat."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from sglang_bitexact.demo.compare import ModeReport, Run, prompt_of, run
 from sglang_bitexact.demo.server import Server
+from sglang_bitexact.verify.answer import TIERS
+from sglang_bitexact.verify.cases import length_cases
+from sglang_bitexact.verify.chats import KIND as CHAT
+from sglang_bitexact.verify.chats import compare_chats
+from sglang_bitexact.verify.client import Client
+from sglang_bitexact.verify.engine import Engine, Settings
+from sglang_bitexact.verify.local import wait_until_written
+from sglang_bitexact.verify.record import Log
+from sglang_bitexact.verify.tally import Summary, Tally, summarize, total
 
 _PROMPT_LENGTHS = (700, 900, 1100)
-_NEW_TOKENS = 12
-_FILLER_LENGTH = 1200
-# Device rows for about three prompts: the fillers push the first ones out to the host.
+_PROMPT = "boundary"
+_TURNS = 4
+# Device rows for about three prompts: others push the first ones out to the host.
 _DEVICE_TOKENS = 4096
 
 SERVER_ARGUMENTS = (
@@ -24,57 +34,83 @@ SERVER_ARGUMENTS = (
 )
 
 
+@dataclass
+class ModeReport:
+    """One mode of the demo: repeated prompts per tier, a chat's later turns, cold runs against cold runs."""
+
+    tiers: dict[str, Tally]
+    chat: Tally
+    cold: Tally
+
+    @classmethod
+    def of(cls, summary: Summary) -> ModeReport:
+        tiers = {tier: summary.of(tier=tier, kind=_PROMPT) for tier in TIERS}
+        return cls(tiers, summary.of(kind=CHAT), summary.cold)
+
+    @property
+    def missing_tiers(self) -> tuple[str, ...]:
+        return tuple(tier for tier, tally in self.tiers.items() if tally.comparisons == 0)
+
+    @property
+    def total(self) -> Tally:
+        """Of all hits."""
+        return total([*self.tiers.values(), self.chat])
+
+    def as_json(self) -> dict[str, Any]:
+        """Sums over all hits, then the tiers, the chat, and cold against cold."""
+        tiers = {tier: _numbers(tally) for tier, tally in self.tiers.items()}
+        parts = {"tiers": tiers, "chat": _numbers(self.chat), "cold_against_cold": _numbers(self.cold, reuse=False)}
+        return {**_numbers(self.total, reuse=False), **parts}
+
+
+def _numbers(tally: Tally, *, reuse: bool = True) -> dict[str, Any]:
+    reused = {"nominal_cached_tokens", "reported_cached_tokens", "no_hit"}
+    return {name: value for name, value in asdict(tally).items() if reuse or name not in reused}
+
+
 def measure(server: Server, storage: Path, step: Callable[[str], None]) -> ModeReport:
     """Run the scenario on a fresh server whose L3 folder is ``storage``.
 
     ``step`` is told what comes next. Each prompt runs cold twice, under names of its own
-    so that nothing is reused; then it fills the cache and comes back from each tier.
+    so that nothing is reused; then it, or its last whole page, fills the cache, other requests
+    take the slots, and it is asked again.
     """
-    report = ModeReport()
-    prompts = {f"prompt of {length} tokens": prompt_of(length, length) for length in _PROMPT_LENGTHS}
-
-    def ask(prompt: list[int], namespace: str) -> Run:
-        return run(server, prompt, new_tokens=_NEW_TOKENS, namespace=namespace)
-
-    cold: dict[str, Run] = {}
-    for name, prompt in prompts.items():
-        step(f"cold, twice: {name}")
-        cold[name] = ask(prompt, f"{name}: cold 1")
-        ask(prompt_of(1, 400), "other request")
-        report.cold.add(cold[name], ask(prompt, f"{name}: cold 2"))
-
-    def hits(namespace: str) -> None:
-        for name, prompt in prompts.items():
-            report.add_hit(len(prompt), cold[name], ask(prompt, namespace))
-
-    for number, (name, prompt) in enumerate(prompts.items()):
-        step(f"device: {name} repeated, then after another request used the slot")
-        namespace = f"device {number}"
-        ask(prompt, namespace)
-        report.add_hit(len(prompt), cold[name], ask(prompt, namespace))
-        ask(prompt_of(50 + number, 300), "other request")
-        report.add_hit(len(prompt), cold[name], ask(prompt, namespace))
-
-    step("host: all prompts again, after others pushed them out of device memory")
-    for prompt in prompts.values():
-        ask(prompt, "host")
-    for number in range(5):
-        ask(prompt_of(100 + number, _FILLER_LENGTH), "filler")
-    hits("host")
-
-    step("storage: all prompts again, after a flush of device and host")
-    _wait_until_written(storage)
-    server.flush()
-    hits("host")
-    return report
+    client = Client(server.url)
+    facts = client.facts()
+    assert facts.vocab is not None, "the checkpoint is on this machine"
+    settings = Settings(
+        vocab=facts.vocab,
+        page_size=facts.page_size,
+        settle=lambda: wait_until_written(storage),
+        # Stock evicts cached pages when its request slots run short; one at a time needs one.
+        concurrency=1,
+        device_tokens=facts.device_tokens,
+        slots=facts.slots,
+    )
+    log = Log()
+    cases = length_cases(_PROMPT, _PROMPT_LENGTHS, 1, facts.page_size, most=2)
+    whole = [case for case in cases if case.depth == case.length]
+    with _engine(client, settings, log, step) as engine:
+        engine.cold_against_cold(whole)
+        engine.hits("device", cases)
+        engine.hits("host", whole)
+        engine.hits("storage", whole)
+        compare_chats(engine, 1, _TURNS, 1)
+    return ModeReport.of(summarize(log.records))
 
 
-def _wait_until_written(storage: Path, quiet_s: float = 1.0, limit_s: float = 30.0) -> None:
-    """Wait until no file has appeared in ``storage`` for a moment: backups are asynchronous."""
-    end = time.monotonic() + limit_s
-    count, since = -1, time.monotonic()
-    while time.monotonic() < end and time.monotonic() - since < quiet_s:
-        found = sum(1 for _ in storage.rglob("*"))
-        if found != count:
-            count, since = found, time.monotonic()
-        time.sleep(0.1)
+class _Steps:
+    def __init__(self, step: Callable[[str], None]) -> None:
+        self.step = step
+
+    def advance(self, comparisons: int) -> None:
+        pass
+
+
+@contextmanager
+def _engine(client: Client, settings: Settings, log: Log, step: Callable[[str], None]) -> Iterator[Engine]:
+    engine = Engine(client, settings, log, _Steps(step))
+    try:
+        yield engine
+    finally:
+        engine.close()

@@ -32,7 +32,7 @@ class Server:
     """``python -m sglang.launch_server`` on the CPU platform; use as a context manager.
 
     tree: directory that holds the ``sglang`` to run (None: the installed one).
-    log: receives stdout and stderr. environment: added to this process's.
+    log: receives stdout and stderr, of all starts. environment: added to this process's.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class Server:
         if tree is not None:
             self._environment["PYTHONPATH"] = str(tree.resolve())
         self._process: subprocess.Popen[bytes] | None = None
+        self._started = False
 
     def __enter__(self) -> Server:
         self.start()
@@ -81,7 +82,8 @@ class Server:
 
     def _start(self) -> float:
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("wb") as log:
+        with self._log.open("ab" if self._started else "wb") as log:
+            self._started = True
             # A session of its own: the whole family of processes can be stopped.
             self._process = subprocess.Popen(
                 self._command,
@@ -120,6 +122,13 @@ class Server:
                 os.killpg(process.pid, sign)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(patience)
+        process.wait()
+
+    def kill(self) -> None:
+        """End it as a power failure would: no process of it gets a word in."""
+        process, self._process = self._process, None
+        assert process is not None, "start() first"
+        os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
     def log_end(self, lines: int = 15) -> str:

@@ -90,9 +90,10 @@ class TestResolution(CustomTestCase):
 
     def test_what_the_guards_look_at(self):
         self._complete()
-        # The platform has a default of its own for this one.
-        config = LaunchConfig.of(_resolved(hicache_swa_device_tile_fraction=0.05001))
-        self.assertEqual(config, dataclasses.replace(PLAIN, hicache_swa_device_tile_fraction=0.05001))
+        # The platform has defaults of its own for these.
+        fractions = {"hicache_swa_device_tile_fraction": 0.05001, "hicache_swa_host_tile_fraction": 0.50001}
+        config = LaunchConfig.of(_resolved(**fractions))
+        self.assertEqual(config, dataclasses.replace(PLAIN, **fractions))
 
     def test_the_model_and_the_gates_are_looked_at(self):
         self._complete()

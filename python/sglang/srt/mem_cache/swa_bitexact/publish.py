@@ -41,7 +41,7 @@ class TilePublisher:
         self._cache = cache
         self._allocator: TileTokenToKVPoolAllocator = cache.token_to_kv_pool_allocator
         self._page_size = cache.page_size
-        # Whether the insert under way, or else the next one, ends at a tile.
+        # Whether the insert under way ends at a tile; set just before it begins.
         self._ends_at_tile = False
         self.published = 0
         self.refused = 0
@@ -79,11 +79,15 @@ class TilePublisher:
                 insert.prev_prefix_len = boundary
                 # The request's second insert of these nodes: not another hit.
                 insert.inserted_len = max(insert.inserted_len, boundary)
+                self._ends_at_tile = False
         if boundaries and boundaries[-1] == end:
             self._map(insert, tiles.pop(end))
         else:
-            self._ends_at_tile = False
             insert.set_evicted_seqlen(ComponentType.SWA, end)
+
+    def published_all(self) -> None:
+        """The insert that publish() prepared is done: no other may publish a window."""
+        self._ends_at_tile = False
 
     def _map(self, insert: InsertParams, tile_id: torch.Tensor) -> None:
         """Map the last page of ``insert`` to the tile, and let the insert publish it."""
