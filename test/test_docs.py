@@ -50,11 +50,12 @@ def test_every_path_selection_is_listed():
 
 def test_switches_are_documented_with_their_defaults():
     text = (_ROOT / "docs/reference.md").read_text()
-    variable = re.search(r"<code>(SGLANG_\w+)</code></td><td>(.*?)</td><td><code>(\w+)</code>", text)
-    assert variable is not None
-    assert Envs.__dict__[variable[1]].default is False and variable[3] == "false"
+    variables = re.findall(r"<code>(SGLANG_\w+)</code></td><td>(.*?)</td><td><code>(\w+)</code>", text)
     source = " ".join((_ROOT / "python/sglang/srt/environ.edits.yaml").read_text().replace("# ", "").split())
-    assert variable[2] in source
+    assert len(variables) == source.count("= EnvBool(False)")
+    for name, words, default in variables:
+        assert Envs.__dict__[name].default is False and default == "false"
+        assert words in source
     arguments = [line for line in text.splitlines() if line.startswith("| `--hicache-swa")]
     fields = (_ROOT / "python/sglang/srt/arg_groups/fields/memory.edits.yaml").read_text()
     assert len(arguments) == fields.count("hicache_swa_")

@@ -15,11 +15,10 @@ from typing import Any
 
 os.environ["SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE"] = str(int(sys.argv[1:] == ["on"]))
 
-# First: it chooses the platform, which SGLang's modules read as they are imported.
-from kit.scheduler_run import SchedulerRun, request
-
 import torch
 
+# Before anything else of SGLang: it chooses the platform, which SGLang's modules read.
+from kit.scheduler_run import SchedulerRun, request
 from kit.stored_rows import stored_rows
 
 PAGE_SIZE = 256

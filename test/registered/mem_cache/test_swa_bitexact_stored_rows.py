@@ -53,4 +53,4 @@ def test_off_the_fault_is_stored():
 
 
 if __name__ == "__main__":
-    sys.exit(pytest.main([__file__, "-v"]))
+    sys.exit(pytest.main([__file__, "-v", "-m", "ci"]))
