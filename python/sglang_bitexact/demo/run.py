@@ -60,6 +60,10 @@ def problems(content: dict[str, Any]) -> list[str]:
         found.append("stock: no hit differs from its cold run, so a fault would not have shown")
     if "on" in modes and (differing := modes["on"]["differing_outputs"]):
         found.append(f"on: {differing} of {modes['on']['comparisons']} hits differ from their cold run")
+    if "stock" in modes and "on" in modes:
+        stock, on = (modes[mode]["chat"]["reported_cached_tokens"] for mode in ("stock", "on"))
+        if on < stock:
+            found.append(f"on: the chat reused {on} tokens, fewer than stock's {stock}")
     return found
 
 

@@ -28,6 +28,17 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+# Process groups of the servers that run, for whoever has to end them from another thread.
+_RUNNING: set[int] = set()
+
+
+def stop_all() -> None:
+    """End every server of this process at once; who waits for an answer of one gets an error."""
+    for group in list(_RUNNING):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+
+
 class Server:
     """``python -m sglang.launch_server`` on the CPU platform; use as a context manager.
 
@@ -93,6 +104,7 @@ class Server:
                 cwd=self._log.parent,
                 start_new_session=True,
             )
+        _RUNNING.add(self._process.pid)
         begin = time.monotonic()
         while (elapsed := time.monotonic() - begin) < _START_TIMEOUT_S:
             if self._process.poll() is not None:
@@ -123,6 +135,7 @@ class Server:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(patience)
         process.wait()
+        _RUNNING.discard(process.pid)
 
     def kill(self) -> None:
         """End it as a power failure would: no process of it gets a word in."""
@@ -130,6 +143,7 @@ class Server:
         assert process is not None, "start() first"
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        _RUNNING.discard(process.pid)
 
     def log_end(self, lines: int = 15) -> str:
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-lines:])

@@ -11,12 +11,14 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from sglang_bitexact.demo.run import make_checkpoint, stop_on_signals
+from sglang_bitexact.demo.server import stop_all
 from sglang_bitexact.errors import BitexactError
 from sglang_bitexact.series import Series
 from sglang_bitexact.upstream import PINNED_VERSION, Wheel, download, unpacked
@@ -34,6 +36,7 @@ _LEAST = 5000
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("build/verify-long"))
+    parser.add_argument("--jobs", type=int, default=2, help="servers at a time (default: 2)")
     parser.add_argument("--only", help="names of configurations, separated by commas")
     parser.add_argument("--report", action="store_true", help="run nothing, report what is in the folder")
     parser.add_argument("--list", action="store_true", help="print the configurations and end")
@@ -45,37 +48,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     stop_on_signals()
     try:
-        run = _report if args.report else _run
-        return run(args.out, chosen, whole=args.only is None)
+        if args.report:
+            return _report(args.out, chosen, whole=args.only is None)
+        return _run(args.out, chosen, whole=args.only is None, jobs=args.jobs)
     except (BitexactError, OSError) as error:
         print(f"verify-long: {error}", file=sys.stderr)
         return 2
 
 
-def _run(out: Path, chosen: Sequence[Configuration], whole: bool) -> int:
+def _run(out: Path, chosen: Sequence[Configuration], whole: bool, jobs: int) -> int:
     out.mkdir(parents=True, exist_ok=True)
     checkpoint = make_checkpoint(out / "checkpoint")
     trees = built_trees(out / "dist")
     cold: dict[str, Answer] = {}
     summaries: dict[str, Summary] = {}
-    for number, configuration in enumerate(chosen):
-        plans = long_plans(configuration, number)
+
+    def run(number: int, configuration: Configuration, bar: ProgressBar) -> None:
         folder = out / configuration.name
         # A file of an earlier, interrupted run would be a hit in storage that nobody primed.
         shutil.rmtree(folder / "l3", ignore_errors=True)
-        log = _log(out, configuration)
-        with ProgressBar(sum(plan.comparisons(256) for plan in plans), prefix=configuration.name) as bar:
-            summaries[configuration.name] = run_configuration(
-                configuration,
-                plans,
-                tree=trees[configuration.mode],
-                checkpoint=checkpoint,
-                folder=folder,
-                cold=cold,
-                log=log,
-                progress=bar,
-            )
+        summaries[configuration.name] = run_configuration(
+            configuration,
+            long_plans(configuration, number),
+            tree=trees[configuration.mode],
+            checkpoint=checkpoint,
+            folder=folder,
+            cold=cold,
+            log=_log(out, configuration),
+            progress=bar,
+        )
         _write(out, chosen, summaries)
+
+    total = sum(plan.comparisons(256) for n, c in enumerate(chosen) for plan in long_plans(c, n))
+    with ProgressBar(total, prefix=f"{len(chosen)} servers") as bar, ThreadPoolExecutor(jobs) as pool:
+        running = [pool.submit(run, number, configuration, bar) for number, configuration in enumerate(chosen)]
+        try:
+            for future in as_completed(running):
+                future.result()
+        except BaseException:
+            # What waits must not begin, and what runs ends with its server.
+            pool.shutdown(wait=False, cancel_futures=True)
+            stop_all()
+            raise
     return _verdict(chosen, summaries, whole)
 
 

@@ -79,6 +79,8 @@ class Configuration:
 
     def environment(self) -> dict[str, str]:
         out = {
+            # Servers of several configurations share the cores; threads that wait for each other starve.
+            "OMP_NUM_THREADS": "1",
             FLAG: str(int(self.mode == "on")),
             "SGLANG_EXACT_CHUNK_FILL": str(int(self.exact_fill)),
             "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": self.core,
