@@ -72,6 +72,7 @@ class Engine:
         self.retractions = 0
         self._run = secrets.token_hex(8)
         self._names = 0
+        self._sampled = False
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
@@ -88,8 +89,8 @@ class Engine:
         return answers
 
     def request(self, prompt: Sequence[int], namespace: str, new_tokens: int | None = None) -> Request:
-        """A greedy request; ``new_tokens`` None: as many as in the settings."""
-        return partial(self.client.generate, prompt, namespace, Sampling(new_tokens or self.settings.new_tokens))
+        """A request of the kind under way; ``new_tokens`` None: as many as in the settings."""
+        return partial(self.client.generate, prompt, namespace, self._sampling(self._sampled, new_tokens))
 
     def other_traffic(self, lengths: Iterable[int]) -> list[Request]:
         """Requests of these lengths that share nothing with any other."""
@@ -126,8 +127,18 @@ class Engine:
             self._cold[key] = self.cold_again(prompt, sampled)
         return self._cold[key]
 
-    def _sampling(self, sampled: bool) -> Sampling:
-        return Sampling(self.settings.new_tokens, _SAMPLING_SEED if sampled else None)
+    def _sampling(self, sampled: bool, new_tokens: int | None = None) -> Sampling:
+        return Sampling(new_tokens or self.settings.new_tokens, _SAMPLING_SEED if sampled else None)
+
+    def only(self, cases: Sequence[Case]) -> None:
+        """From now on all requests are of the kind of ``cases``, greedy or sampled.
+
+        SGLang 0.5.23 draws another token for the same seed when a greedy request is in the
+        batch: it sorts the vocabulary of all of them first.
+        """
+        kinds = {case.sampled for case in cases} or {False}
+        assert len(kinds) == 1, "greedy and sampled cases are compared one after the other"
+        (self._sampled,) = kinds
 
     def cold_against_cold(self, cases: Iterable[Case], *, record: bool = True) -> bool:
         """Each prompt cold and alone, then again among other requests; True if nothing differs.
@@ -135,6 +146,8 @@ class Engine:
         record: False to leave no record of it.
         """
         self.progress.step("cold against cold")
+        cases = list(cases)
+        self.only(cases)
         chosen = {case.prompt_key: case for case in cases}.values()
         prompts = [case.prompt(self.settings.vocab) for case in chosen]
         alone = [self.cold(prompt, case.sampled) for case, prompt in zip(chosen, prompts, strict=True)]
@@ -152,6 +165,7 @@ class Engine:
 
     def hits(self, tier: str, cases: Sequence[Case]) -> None:
         """A record per case: primed, then asked so that the hit should be in ``tier``."""
+        self.only(cases)
         left = [case for case in cases if _key(tier, case) not in self.log]
         self.progress.advance(len(cases) - len(left))
         settings = self.settings

@@ -99,7 +99,7 @@ def long_configurations() -> list[Configuration]:
     calm = [configuration for configuration in on if configuration.pressure != "retract"]
     # Stock resumes a retracted request from stale windows: its cold runs would differ too.
     stock = [replace(c, name=f"stock-{number:02}", mode="stock") for number, c in enumerate(calm[:3])]
-    sampled = replace(calm[0], name="on-sampled", sampled=True)
+    sampled = replace(calm[0], name="on-sampled", sampled=True, stride=32)
     return [*on, sampled, replace(calm[0], name="off-00", mode="off"), *stock]
 
 

@@ -69,13 +69,16 @@ def execute(engine: Engine, plan: Plan, server_is_deterministic: bool) -> Outcom
     spread = prompts[:: max(1, len(prompts) // max(plan.cold_checks, 1))][: plan.cold_checks]
     if not engine.cold_against_cold(spread):
         return Outcome(deterministic=False)
+    kinds = [cases]
     if plan.sampled:
         outcome.sampled = _sampling_problem(engine, spread, server_is_deterministic)
         if outcome.sampled is None:
-            cases += [case._replace(kind="sampled", sampled=True) for case in cases]
+            kinds.append([case._replace(kind="sampled", sampled=True) for case in cases])
     for tier in plan.tiers:
-        engine.hits(tier, cases)
+        for kind in kinds:
+            engine.hits(tier, kind)
     if plan.chat_comparisons:
+        engine.only(())
         compare_chats(engine, plan.chats, plan.turns, plan.seed)
     return outcome
 
