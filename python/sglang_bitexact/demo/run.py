@@ -122,20 +122,15 @@ def serve(out: Path, port: int, arguments: list[str], *, as_json: bool = False) 
 
 
 def print_report(content: dict[str, Any], out: Path) -> None:
-    """The report for people: the modes side by side."""
+    """The report for people."""
     console = Console(highlight=False)
-    modes = content["modes"]
-    table = Table(title=f"sglang {content['sglang']}: a cached prompt against its cold run")
-    table.add_column("hit in")
-    for mode in modes:
-        table.add_column(f"{mode}: differing")
-        table.add_column("logprob by")
-        table.add_column("reused tokens")
-    for label, path in _ROWS.items():
-        row = [label]
-        for mode in modes.values():
-            row += _cells(mode[path] if path in mode else mode["tiers"][path])
-        table.add_row(*row)
+    title = f"sglang {content['sglang']}: a cached prompt against its cold run"
+    table = Table("server", "hit in", "differ", "logprob by", "reused tokens", title=title)
+    for name, mode in content["modes"].items():
+        table.add_section()
+        for label, path in _ROWS.items():
+            table.add_row(name, label, *_cells(mode[path] if path in mode else mode["tiers"][path]))
+            name = ""
     console.print(table)
     console.print(
         "Greedy decoding, same prompt, same kernels; reused: of what whole pages of the cached tokens could give. "
