@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams, InsertResult
     from sglang.srt.mem_cache.swa_bitexact.allocator import TileTokenToKVPoolAllocator
     from sglang.srt.mem_cache.unified_cache.cache_action import ComponentAction
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
@@ -41,22 +41,22 @@ class TilePublisher:
         self._cache = cache
         self._allocator: TileTokenToKVPoolAllocator = cache.token_to_kv_pool_allocator
         self._page_size = cache.page_size
-        # Whether the insert under way ends at a tile; set just before it begins.
+        # Whether the insert under way ends at a tile.
         self._ends_at_tile = False
         self.published = 0
         self.refused = 0
 
-    def publish(self, req: Req, insert: InsertParams) -> None:
-        """Insert ``req``'s tiles below the end of ``insert``, and prepare ``insert`` itself.
+    def insert(self, req: Req, insert: InsertParams) -> InsertResult:
+        """The tree's insert of a checkpoint, with ``req``'s tiles; returns what it returned.
 
-        Call directly before the tree inserts ``insert``, whose key and value are whole pages.
-        One insert per tile, ascending, each from where the last one ended, so that no page is
-        freed twice; then ``insert`` holds what is left. Each insert's window floor lets
-        through the page before its tile and nothing else: without a tile the floor is the
-        end, and the new nodes have no window.
+        ``insert``'s key and value are whole pages. One insert per tile, ascending, each from
+        where the last one ended, so that no page is freed twice; then one for what is left.
+        Each insert's window floor lets through the page before its tile and nothing else:
+        without a tile the floor is the end, and the new nodes have no window.
 
-        Takes the published tiles out of ``req.swa_tiles``. Tiles beyond the end stay there,
-        and so do those inside the protected prefix, which the tree has already.
+        Takes the published tiles out of ``req.swa_tiles``, and moves ``insert``'s floor and
+        inserted lengths. Tiles beyond its end stay in the table, and so do those inside the
+        protected prefix, which the tree has already.
 
         Example, page_size 256, protected prefix 256, key of 1,280, tiles at 768 and 1,280:
             insert [0, 768):    prev_prefix_len 256, floor 512, mapped [512, 768)
@@ -65,37 +65,35 @@ class TilePublisher:
         """
         end = len(insert.key)
         tiles = {} if req.swa_tiles is None else req.swa_tiles.tiles
-        boundaries = sorted(b for b in tiles if insert.prev_prefix_len < b <= end)
-        for boundary in boundaries:
-            if boundary < end:
-                inner = replace(
-                    insert,
-                    key=insert.key[:boundary],
-                    value=insert.value[:boundary],
-                    component_evicted_seqlens=dict(insert.component_evicted_seqlens),
-                )
-                self._map(inner, tiles.pop(boundary))
-                self._cache.insert(inner)
-                insert.prev_prefix_len = boundary
-                # The request's second insert of these nodes: not another hit.
-                insert.inserted_len = max(insert.inserted_len, boundary)
-                self._ends_at_tile = False
-        if boundaries and boundaries[-1] == end:
-            self._map(insert, tiles.pop(end))
-        else:
-            insert.set_evicted_seqlen(ComponentType.SWA, end)
+        for boundary in sorted(b for b in tiles if insert.prev_prefix_len < b < end):
+            inner = replace(
+                insert,
+                key=insert.key[:boundary],
+                value=insert.value[:boundary],
+                component_evicted_seqlens=dict(insert.component_evicted_seqlens),
+            )
+            self._insert_at_tile(inner, tiles.pop(boundary))
+            insert.prev_prefix_len = boundary
+            # The request's second insert of these nodes: not another hit.
+            insert.inserted_len = max(insert.inserted_len, boundary)
+        if end > insert.prev_prefix_len and end in tiles:
+            return self._insert_at_tile(insert, tiles.pop(end))
+        insert.set_evicted_seqlen(ComponentType.SWA, end)
+        return self._cache.insert(insert)
 
-    def published_all(self) -> None:
-        """The insert that publish() prepared is done: no other may publish a window."""
-        self._ends_at_tile = False
-
-    def _map(self, insert: InsertParams, tile_id: torch.Tensor) -> None:
-        """Map the last page of ``insert`` to the tile, and let the insert publish it."""
+    def _insert_at_tile(
+        self, insert: InsertParams, tile_id: torch.Tensor
+    ) -> InsertResult:
+        """Map the last page of ``insert`` to the tile, and let this insert publish it."""
         floor = len(insert.key) - self._page_size
         self._allocator.map_tile(insert.value[floor:], tile_id)
         insert.set_evicted_seqlen(ComponentType.SWA, floor)
-        self._ends_at_tile = True
         self.published += 1
+        self._ends_at_tile = True
+        try:
+            return self._cache.insert(insert)
+        finally:
+            self._ends_at_tile = False
 
     def accepts(self, action: ComponentAction) -> bool:
         """Whether the tree may give a node the window that its rows are mapped to.
