@@ -134,16 +134,34 @@ def row_addresses(
         positions 508, 509 -> ring rows 28, 29 -> -29, -30
         positions 510, 511 -> 100, 101
     """
-    numbers = torch.tensor(
-        [(c.boundary, c.slot, c.chunk_start, c.first_row) for c in plan.captures],
-        dtype=torch.int64,
-    )
-    boundary, slot, start, first = numbers[:, :, None].unbind(1)
-    position = boundary - rows + torch.arange(rows)
-    ring = slot * ring_rows + position % ring_rows
+    captures = plan.captures
+    boundaries = [c.boundary for c in captures]
+    ring = ring_addresses([c.slot for c in captures], boundaries, rows, ring_rows)
     if from_flat:
+        start, first = torch.tensor(
+            [[c.chunk_start for c in captures], [c.first_row for c in captures]]
+        )[:, :, None]
+        position = positions_before(boundaries, rows)
         ring = torch.where(position < start, -1 - ring, first + position - start)
     return ring.pin_memory() if pin else ring
+
+
+def positions_before(boundaries: list[int], rows: int) -> torch.Tensor:
+    """The ``rows`` positions before each boundary, int64 [boundaries, rows] on the host."""
+    return torch.tensor(boundaries)[:, None] - rows + torch.arange(rows)
+
+
+def ring_addresses(
+    slots: list[int], boundaries: list[int], rows: int, ring_rows: int
+) -> torch.Tensor:
+    """Ring rows of the ``rows`` positions before each boundary, int64 [slots, rows] on the host.
+
+    Example, rows=4, ring_rows=8: slot 3, boundary 512 -> positions 508 to 511 -> rows 28, 29,
+    30, 31. Boundary 0 -> positions -4 to -1 -> the same rows of slot 3, which the first block
+    of a sequence reads as its overlap.
+    """
+    position = positions_before(boundaries, rows)
+    return torch.tensor(slots)[:, None] * ring_rows + position % ring_rows
 
 
 def _ring_buffers(

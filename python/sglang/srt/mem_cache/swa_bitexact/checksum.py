@@ -37,7 +37,7 @@ class TileChecksums:
     """
 
     def __init__(self, pool: CapturePool, host_pools: dict[PoolName, Any]) -> None:
-        """host_pools: HiCache's, by name; filled in later, empty without HiCache."""
+        """host_pools: HiCache's, by name; empty without HiCache."""
         self._pool = pool
         self._host_pools = host_pools
         self._boundaries: dict[int, int | None] = {}

@@ -11,6 +11,7 @@ from sglang.kernels.ops.kvcache.dsv4_tiles import (
     scatter_layer,
     scatter_tables,
 )
+from sglang.srt.mem_cache.swa_bitexact.capture import ring_addresses
 from sglang.srt.mem_cache.swa_bitexact.capture_pool import CLEARED_TILE
 from sglang.srt.mem_cache.swa_bitexact.layout import STATE_STREAMS, WINDOW_STREAMS
 from sglang.srt.utils import is_pin_memory_available
@@ -231,22 +232,9 @@ class TileReader:
         geometry = self._pool.layout.streams[stream]
         key = (geometry.rows, geometry.ring_rows)
         if key not in plan.addresses:
-            on_host = ring_rows(plan.slots, plan.boundaries, *key)
+            on_host = ring_addresses(plan.slots, plan.boundaries, *key)
             if self._pin:
                 on_host = on_host.pin_memory()
             plan.addresses[key] = on_host.to(self._pool.device, non_blocking=True)
         count = plan.warm if stream in WINDOW_STREAMS else len(plan.slots)
         return plan.tile_ids[:count], plan.addresses[key][:count]
-
-
-def ring_rows(
-    slots: list[int], boundaries: list[int], rows: int, ring_rows: int
-) -> torch.Tensor:
-    """Ring rows of the ``rows`` positions before each boundary, int64 [slots, rows] on the host.
-
-    Example, rows=4, ring_rows=8: slot 3, boundary 512 -> positions 508 to 511 -> rows 28, 29,
-    30, 31. Boundary 0 -> positions -4 to -1 -> the same rows of slot 3, which the first block
-    of a sequence reads as its overlap.
-    """
-    position = torch.tensor(boundaries)[:, None] - rows + torch.arange(rows)
-    return torch.tensor(slots)[:, None] * ring_rows + position % ring_rows
