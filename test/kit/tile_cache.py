@@ -29,9 +29,7 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.pool_host import base as pool_host
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.swa_bitexact import guards
-from sglang.srt.mem_cache.swa_bitexact.attach import attach_capture
 from sglang.srt.mem_cache.swa_bitexact.host_stack import register_tile_stack
-from sglang.srt.mem_cache.swa_bitexact.integrity import check_tree
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.plugins import load_plugins
@@ -118,6 +116,9 @@ class TileCache:
         """
         self.allocator = tile_pools(tiles=tiles, ratios=ratios)
         if publishes:
+            # Here and in check(): tests of part 2 run where later parts are missing.
+            from sglang.srt.mem_cache.swa_bitexact.attach import attach_capture
+
             attach_capture(self.allocator)
         self.kvcache = self.allocator.get_kvcache()
         self.req_to_token_pool = self.allocator._req_to_token_pool
@@ -164,6 +165,8 @@ class TileCache:
 
         SGLang's own holds while nothing is locked only. ``refused``: windows that were refused so far.
         """
+        from sglang.srt.mem_cache.swa_bitexact.integrity import check_tree
+
         if not requests:
             self.settle()
             self.tree.sanity_check()

@@ -20,11 +20,6 @@ P = PAGE
 PAGES = 16
 
 
-@pytest.fixture(params=["python", "rust"])
-def core(request):
-    return request.param
-
-
 @pytest.fixture(params=["host pools", "device only"])
 def cache_of(request, core):
     """Makes a cache with a number of tiles; on the host there is room for each of them."""

@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.swa_bitexact.integrity import check_tree
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.test.ci.ci_register import register_cpu_ci
 
-from kit.tile_cache import TileCache, server_context, tokens_from
+from kit.tile_cache import server_context, tokens_from
 from kit.tile_pools import PAGE
 from kit.tile_requests import TileRequest
 from kit.tile_storage import TileStorage, computed
@@ -28,17 +28,6 @@ register_cpu_ci(est_time=15, suite="base-a-test-cpu")
 
 P = PAGE
 TILES, PAGES = 8, 16
-
-
-@pytest.fixture(params=["python", "rust"])
-def core(request):
-    return request.param
-
-
-@pytest.fixture
-def cache(core):
-    with server_context() as args, TileCache(args, core=core, tiles=TILES, publishes=True) as cache:
-        yield cache
 
 
 def hits(cache, tokens):
