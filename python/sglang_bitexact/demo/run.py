@@ -19,13 +19,13 @@ from sglang_bitexact.errors import BitexactError
 from sglang_bitexact.series import Series
 from sglang_bitexact.upstream import PINNED_VERSION, Wheel, download, unpacked
 from sglang_bitexact.verify.answer import TIERS
+from sglang_bitexact.verify.matrix import FLAG
 from sglang_bitexact.wheel import build
 
 _console = Console(stderr=True, highlight=False)
 
 
 MODES = ("stock", "off", "on")
-_FLAG = "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE"
 
 
 def run_demo(series: Series, out: Path, modes: Sequence[str] = MODES) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def _run_mode(name: str, tree: Path, checkpoint: Path, out: Path) -> ModeReport:
     storage = out / name / "l3"
     storage.mkdir(parents=True)
     arguments = (*SERVER_ARGUMENTS, "--file-storage-path", str(storage.resolve()))
-    environment = {_FLAG: str(int(name == "on"))}
+    environment = {FLAG: str(int(name == "on"))}
     server = Server(checkpoint, arguments, out / name / "server.log", tree=tree, environment=environment)
     try:
         _say(f"{name}: starting the server (log: {out / name / 'server.log'})")

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_bitexact.demo.server import Server
+from sglang_bitexact.demo.server import Server, hicache_arguments
 from sglang_bitexact.verify.answer import TIERS
 from sglang_bitexact.verify.cases import length_cases
 from sglang_bitexact.verify.chats import KIND as CHAT
@@ -17,6 +17,7 @@ from sglang_bitexact.verify.client import Client
 from sglang_bitexact.verify.engine import Engine, Settings
 from sglang_bitexact.verify.local import wait_until_written
 from sglang_bitexact.verify.record import Log
+from sglang_bitexact.verify.report import NoProgress
 from sglang_bitexact.verify.tally import Summary, Tally, summarize, total
 
 _PROMPT_LENGTHS = (700, 900, 1100)
@@ -27,10 +28,7 @@ _DEVICE_TOKENS = 4096
 
 SERVER_ARGUMENTS = (
     *("--max-total-tokens", str(_DEVICE_TOKENS), "--max-running-requests", "4"),
-    *("--enable-hierarchical-cache", "--hicache-ratio", "4", "--hicache-write-policy", "write_through"),
-    *("--hicache-io-backend", "direct", "--hicache-mem-layout", "page_first_direct"),
-    *("--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete"),
-    *("--hicache-storage-backend-extra-config", '{"prefetch_threshold": 1}'),
+    *hicache_arguments("page_first_direct"),
 )
 
 
@@ -99,12 +97,14 @@ def measure(server: Server, storage: Path, step: Callable[[str], None]) -> ModeR
     return ModeReport.of(summarize(log.records))
 
 
-class _Steps:
-    def __init__(self, step: Callable[[str], None]) -> None:
-        self.step = step
+class _Steps(NoProgress):
+    """Tells only what comes next."""
 
-    def advance(self, comparisons: int) -> None:
-        pass
+    def __init__(self, step: Callable[[str], None]) -> None:
+        self._step = step
+
+    def step(self, text: str) -> None:
+        self._step(text)
 
 
 @contextmanager

@@ -39,6 +39,17 @@ def stop_all() -> None:
             os.killpg(group, signal.SIGKILL)
 
 
+def hicache_arguments(layout: str) -> tuple[str, ...]:
+    """Server arguments for HiCache with all three tiers, but for ``--file-storage-path``."""
+    return (
+        *("--enable-hierarchical-cache", "--hicache-ratio", "4", "--hicache-write-policy", "write_through"),
+        *("--hicache-io-backend", "direct", "--hicache-mem-layout", layout),
+        *("--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete"),
+        # Prefixes of any length are looked for.
+        *("--hicache-storage-backend-extra-config", '{"prefetch_threshold": 1}'),
+    )
+
+
 class Server:
     """``python -m sglang.launch_server`` on the CPU platform; use as a context manager.
 

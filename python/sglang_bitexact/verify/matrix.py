@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from sglang_bitexact.demo.server import hicache_arguments
 from sglang_bitexact.verify.answer import TIERS
 from sglang_bitexact.verify.cases import parse_numbers
 from sglang_bitexact.verify.pairwise import all_pairs
@@ -70,11 +71,7 @@ class Configuration:
         out += ["--enable-deterministic-inference"] if self.sampled else []
         out += ["--hicache-swa-offload-page-stride", str(self.stride)] if self.mode != "stock" else []
         if self.cache != "none":
-            out += ["--enable-hierarchical-cache", "--hicache-ratio", "4", "--hicache-write-policy", "write_through"]
-            out += ["--hicache-io-backend", "direct", "--hicache-mem-layout", self.cache]
-            out += ["--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete"]
-            out += ["--hicache-storage-backend-extra-config", '{"prefetch_threshold": 1}']
-            out += ["--file-storage-path", storage]
+            out += [*hicache_arguments(self.cache), "--file-storage-path", storage]
         return out
 
     def environment(self) -> dict[str, str]:

@@ -10,9 +10,8 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from sglang_bitexact.verify.record import Record
-from sglang_bitexact.verify.tally import Summary, Tally
+from sglang_bitexact.verify.tally import SHOWN, Summary, Tally
 
-_SHOWN = 10
 COLUMNS = ("compared", "differing", "logprob by", "reused / nominal", "no hit")
 
 
@@ -31,10 +30,10 @@ def print_summary(console: Console, summary: Summary, title: str) -> None:
     for (tier, kind), tally in sorted(summary.rows.items()):
         table.add_row(tier, kind, *cells(tally))
     console.print(table)
-    for record in summary.differing[:_SHOWN]:
+    for record in summary.differing[:SHOWN]:
         console.print(describe(record), soft_wrap=True)
-    if len(summary.differing) > _SHOWN:
-        console.print(f"... and {len(summary.differing) - _SHOWN} more")
+    if len(summary.differing) > SHOWN:
+        console.print(f"... and {len(summary.differing) - SHOWN} more")
 
 
 def describe(record: Record) -> str:

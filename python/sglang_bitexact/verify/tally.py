@@ -8,7 +8,8 @@ from typing import Any
 
 from sglang_bitexact.verify.record import COLD, Record
 
-_SHOWN = 10
+# Differences that a report names.
+SHOWN = 10
 
 
 @dataclass
@@ -80,7 +81,7 @@ class Summary:
             "rows": [{"tier": tier, "kind": kind, **asdict(tally)} for (tier, kind), tally in self.rows.items()],
             "cold_against_cold": {k: cold[k] for k in ("comparisons", "differing_outputs", "max_abs_logprob_diff")},
             "differences": [
-                {**r._asdict(), "difference": r.difference and r.difference._asdict()} for r in self.differing[:_SHOWN]
+                {**r._asdict(), "difference": r.difference and r.difference._asdict()} for r in self.differing[:SHOWN]
             ],
         }
 
