@@ -12,8 +12,8 @@ from kit.tile_cache import TileCache, file_storage, stored_files
 from kit.tile_requests import TileRequest
 
 # Pools with a file for every page, and those with a file for every page that has a window.
-COMPRESSED = ("kv", "deepseek_v4_c4", "deepseek_v4_c4_indexer", "deepseek_v4_c128")
-TILE = ("swa", "deepseek_v4_c4_state", "deepseek_v4_c4_indexer_state")
+COMPRESSED = ("kv", "deepseek_v4_c4", "deepseek_v4_c4_indexer", "deepseek_v4_c128", "bitexact_page")
+TILE = ("swa", "deepseek_v4_c4_state", "deepseek_v4_c4_indexer_state", "bitexact_tile")
 
 
 class TileStorage:
@@ -34,9 +34,13 @@ class TileStorage:
 
     def remove(self, cache: TileCache, pool: str, tokens: array[int]) -> None:
         """Remove one pool's file for the last page of ``tokens``, which ``cache`` has on the device."""
+        self.file(cache, pool, tokens).unlink()
+
+    def file(self, cache: TileCache, pool: str, tokens: array[int]) -> Path:
+        """One pool's file for the last page of ``tokens``, which ``cache`` has on the device."""
         key = cache.tree.get_last_hash_value(cache.match(tokens).last_device_node)
         (path,) = self.directory.glob(f"{key}.{pool}_tiny*")
-        path.unlink()
+        return path
 
 
 def wait_for_storage(cache: TileCache) -> None:

@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.memory_pool_host import (
 from sglang.srt.mem_cache.pool_host.base import ranks_per_host
 from sglang.srt.mem_cache.pool_host.group import HostPoolGroup, PoolEntry
 from sglang.srt.mem_cache.swa_bitexact.evict import evict_tiles
+from sglang.srt.mem_cache.swa_bitexact.storage_digests import StorageDigests
 from sglang.srt.mem_cache.swa_bitexact.tile_budget import (
     check_host_tiles,
     host_bytes_per_ratio,
@@ -109,6 +110,11 @@ class TileStackStrategy(assembler._DeepSeekV4Strategy):
         result.pools_desc += " + tiles"
         group.anchor_entry.host_pool.storage_format_tag = storage_identity(
             pool.layout, kvcache, page_size=params.page_size
+        )
+        controller.tile_digests = StorageDigests(
+            group,
+            layout=get_memory().hicache_mem_layout,
+            allocator_type=assembler._get_allocator_type(),
         )
         if storage_backend is not None:
             controller.attach_storage_backend(
@@ -229,8 +235,7 @@ def _pool_entries(
             continue
         # The n-th state pool is loaded for the n-th of these layers.
         assert list(geometry.layers) == mappings.c4_state_global_layers, (
-            f"{stream} tiles hold layers {geometry.layers}, HiCache transfers "
-            f"{mappings.c4_state_global_layers}"
+            f"{stream} tiles hold layers {geometry.layers}, HiCache transfers {mappings.c4_state_global_layers}"
         )
         states = pool.state_tiles(stream)
         _check_copyable(

@@ -17,8 +17,9 @@ from sglang.srt.runtime_context import get_model, get_parallel
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
 
-# Raise it when the same geometry is filled with other bytes: order of rows, of streams.
-STATE_FORMAT_VERSION = 1
+# Raise it when the same geometry is filled with other bytes (order of rows, of streams), or what
+# belongs to a stored page changes.
+STATE_FORMAT_VERSION = 2
 PREFIX = "bitexact1-"
 
 # Storage backends whose keys do not have the model name in them, and so not the identity.
