@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -97,14 +98,20 @@ class StorageDigests:
         """``backend``, of which only pages come back that have their digests."""
         return VerifiedStorage(backend, self)
 
-    def intact(self, transfers: Iterable[PoolTransfer] | None) -> bool:
+    def intact(
+        self, host_indices: torch.Tensor, transfers: Sequence[PoolTransfer] | None
+    ) -> bool:
         """Whether host pages are still what arrived there; reads all their bytes.
 
+        host_indices: of the FULL pages; of a transfer that names another pool's, that one's.
         A page without a digest, which came while nothing needed any, counts as intact.
         """
         self.wait()
+        found = {PoolName.KV: host_indices}
+        found |= {t.name: t.host_indices for t in transfers or ()}
         for transfer in transfers or ():
-            for index in self.indices(transfer):
+            source = transfer.indices_from_pool or transfer.name
+            for index in self.indices(replace(transfer, host_indices=found[source])):
                 word = self.word(transfer.name, index)
                 if word and word != self.digest(transfer.name, index):
                     logger.warning(
