@@ -76,7 +76,11 @@ class Server:
         self._log = log
         self._environment = {**os.environ, "SGLANG_PLATFORM": "cpu_ref", **(environment or {})}
         if tree is not None:
-            self._environment["PYTHONPATH"] = str(tree.resolve())
+            tree = tree.resolve()
+            self._environment["PYTHONPATH"] = str(tree)
+            # What SGLang compiles at its start is kept under a name without the tree: servers of two trees
+            # would compile it over and over, for 20 seconds each.
+            self._environment.setdefault("TORCH_EXTENSIONS_DIR", str(tree.with_name(f"{tree.name}.extensions")))
         self._process: subprocess.Popen[bytes] | None = None
         self._started = False
 

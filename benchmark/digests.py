@@ -1,0 +1,96 @@
+"""What digests cost: hashing a tile against copying it, and what the thread that hashes takes from another.
+
+    python benchmark/digests.py [--rounds 40] [--json]
+
+Buffers of V4-Flash's sizes in page-first host memory, each larger than what a cache holds in all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import xxhash
+
+# Bytes of one tile and of one page's compressed rows: V4-Flash, bf16 rows, float32 state.
+_SIZES = {"tile": 6_496_256, "page": 1_594_624}
+_BUFFERS = 40
+
+
+def measure(rounds: int) -> dict[str, Any]:
+    """Hash and copy in turns; medians."""
+    figures: dict[str, Any] = {"rounds": rounds}
+    for name, size in _SIZES.items():
+        source, target = (torch.randint(0, 256, (_BUFFERS, size), dtype=torch.uint8) for _ in range(2))
+        hashing, copying = [], []
+        for number in range(rounds):
+            row = number % _BUFFERS
+            hashing.append(_seconds(lambda row=row: xxhash.xxh3_64_intdigest(source[row].numpy())))
+            copying.append(_seconds(lambda row=row: target[row].copy_(source[row])))
+        figures[name] = {
+            "bytes": size,
+            "hash_over_copy": statistics.median(hashing) / statistics.median(copying),
+            "hash_bytes_per_second": size / statistics.median(hashing),
+            "copy_bytes_per_second": size / statistics.median(copying),
+        }
+    figures["other_thread_ratio"] = _other_thread(source)
+    figures["peak_memory_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return figures
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def _other_thread(source: torch.Tensor) -> float:
+    """Python work beside a thread that hashes without a pause, over the same work alone."""
+
+    def work() -> float:
+        return statistics.median(_seconds(lambda: sum(range(100_000))) for _ in range(200))
+
+    alone = work()
+    end = threading.Event()
+
+    def hash_on() -> None:
+        while not end.is_set():
+            xxhash.xxh3_64_intdigest(source[0].numpy())
+
+    thread = threading.Thread(target=hash_on)
+    thread.start()
+    beside = work()
+    end.set()
+    thread.join()
+    return beside / alone
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    result = measure(args.rounds)
+    if args.json:
+        print(json.dumps(result))
+        return
+    for name in _SIZES:
+        r = result[name]
+        print(
+            f"{name}, {r['bytes']:,} B: hash / copy = {r['hash_over_copy']:.2f}; "
+            f"{r['hash_bytes_per_second'] / 1e9:.1f} GB/s (copy {r['copy_bytes_per_second'] / 1e9:.1f} GB/s)"
+        )
+    print(f"Python in another thread meanwhile: {result['other_thread_ratio']:.2f} of its time alone")
+    print(f"peak memory {result['peak_memory_bytes'] / 2**20:.0f} MiB")
+
+
+if __name__ == "__main__":
+    main()
