@@ -1,7 +1,7 @@
 # Every target builds the environment first if needed; see tools/venv.py.
 PYTHON ?= python3.11
 
-.PHONY: help venv lock demo serve test test-ci test-parts lint verify-long bench clean
+.PHONY: help venv lock demo serve test test-ci test-parts lint verify-long soak-server bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -32,6 +32,9 @@ lint: ## ruff, mypy, codespell
 
 verify-long: ## every setting of the server, thousands of cache hits against cold runs; hours, can be interrupted
 	@venv=$$($(PYTHON) tools/venv.py) && $$venv/bin/python -m sglang_bitexact.verify.long --out build/verify-long
+
+soak-server: ## ten minutes of 64 clients, some hang up, over storage that fails and changes bytes
+	@venv=$$($(PYTHON) tools/venv.py) && $$venv/bin/python tools/soak_server.py $(SOAK)
 
 bench: ## what the no-op calls of part 1 cost, stock against part 1
 	@venv=$$($(PYTHON) tools/venv.py) && $$venv/bin/python benchmark/noop_hooks.py

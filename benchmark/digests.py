@@ -31,9 +31,9 @@ def measure(rounds: int) -> dict[str, Any]:
         source, target = (torch.randint(0, 256, (_BUFFERS, size), dtype=torch.uint8) for _ in range(2))
         hashing, copying = [], []
         for number in range(rounds):
-            row = number % _BUFFERS
-            hashing.append(_seconds(lambda row=row: xxhash.xxh3_64_intdigest(source[row].numpy())))
-            copying.append(_seconds(lambda row=row: target[row].copy_(source[row])))
+            read, written = source[number % _BUFFERS], target[number % _BUFFERS]
+            hashing.append(_seconds(_hash, read))
+            copying.append(_seconds(written.copy_, read))
         figures[name] = {
             "bytes": size,
             "hash_over_copy": statistics.median(hashing) / statistics.median(copying),
@@ -45,9 +45,14 @@ def measure(rounds: int) -> dict[str, Any]:
     return figures
 
 
-def _seconds(call: Callable[[], Any]) -> float:
+def _hash(rows: torch.Tensor) -> None:
+    content: Any = rows.numpy()
+    xxhash.xxh3_64_intdigest(content)
+
+
+def _seconds(call: Callable[..., Any], *arguments: Any) -> float:
     begin = time.perf_counter()
-    call()
+    call(*arguments)
     return time.perf_counter() - begin
 
 
@@ -55,14 +60,14 @@ def _other_thread(source: torch.Tensor) -> float:
     """Python work beside a thread that hashes without a pause, over the same work alone."""
 
     def work() -> float:
-        return statistics.median(_seconds(lambda: sum(range(100_000))) for _ in range(200))
+        return statistics.median(_seconds(sum, range(100_000)) for _ in range(200))
 
     alone = work()
     end = threading.Event()
 
     def hash_on() -> None:
         while not end.is_set():
-            xxhash.xxh3_64_intdigest(source[0].numpy())
+            _hash(source[0])
 
     thread = threading.Thread(target=hash_on)
     thread.start()

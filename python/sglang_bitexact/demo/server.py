@@ -130,6 +130,12 @@ class Server:
             time.sleep(0.5)
         raise BitexactError(f"the server did not answer within {_START_TIMEOUT_S:.0f} s:\n{self.log_end()}")
 
+    @property
+    def pid(self) -> int:
+        """Of the process that started all others."""
+        assert self._process is not None, "start() first"
+        return self._process.pid
+
     def wait(self) -> NoReturn:
         """Wait for a signal's exception, or for the server to end by itself, which is an error.
 
