@@ -24,6 +24,7 @@ from kit.existing_tests import missing_tests
 register_cpu_ci(est_time=40, suite="base-a-test-cpu")
 
 ROUNDS = 12
+CORES = ("python", "rust")
 
 # By what may differ between ranks, the tests.
 KINDS = {
@@ -40,7 +41,18 @@ def test_the_tests_of_the_table_are_there():
     assert missing_tests(KINDS, __file__) == []
 
 
-def _rank(rank, folder, core):
+def _rank(rank, folder):
+    """Both tree cores, one after the other."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    found = {core: _prefetches(rank, folder / core, core) for core in CORES}
+    gathered = [None, None]
+    dist.all_gather_object(gathered, found)
+    if rank == 0:
+        (folder / "found.json").write_text(json.dumps(gathered))
+    dist.destroy_process_group()
+
+
+def _prefetches(rank, folder, core):
     """Prefetches from a directory of its own, out of which it loses files of its own choice."""
     from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 
@@ -48,7 +60,6 @@ def _rank(rank, folder, core):
     from kit.tile_pools import PAGE
     from kit.tile_storage import COMPRESSED, TILE, TileStorage, computed, emptied, host_size
 
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     own, tokens = random.Random(rank), tokens_from(1, 5)
     storage = TileStorage(folder / f"storage {rank}", core)
     captures, get, refused = [PAGE, 2 * PAGE, 4 * PAGE], HiCacheFile.get, set()
@@ -87,26 +98,25 @@ def _rank(rank, folder, core):
                 cache.check()
                 assert emptied(cache)[1] == host_size(cache)
             found.append({"hit": hit, "whole": whole, "refused": [e for (_, e), f in files.items() if f in refused]})
-    gathered = [None, None]
-    dist.all_gather_object(gathered, found)
-    if rank == 0:
-        (folder / "found.json").write_text(json.dumps(gathered))
-    dist.destroy_process_group()
+    return found
 
 
-@pytest.mark.parametrize("core", ["python", "rust"])
-def test_ranks_reuse_what_all_of_them_have(monkeypatch, tmp_path, core):
+def test_ranks_reuse_what_all_of_them_have(monkeypatch, tmp_path):
     # The ranks import this folder's kit.
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
-    mp.spawn(_rank, (tmp_path, core), nprocs=2)
-    hits = []
-    for first, second in zip(*json.loads((tmp_path / "found.json").read_text()), strict=True):
-        expected = max({0, *first["whole"]} & {0, *second["whole"]})
-        if expected in first["refused"] + second["refused"]:
-            expected = 0
-        assert [first["hit"], second["hit"]] == [expected] * 2
-        hits.append(expected)
-    assert len(hits) == ROUNDS and len(set(hits)) > 2
+    for core in CORES:
+        (tmp_path / core).mkdir()
+    mp.spawn(_rank, (tmp_path,), nprocs=2)
+    ranks = json.loads((tmp_path / "found.json").read_text())
+    for core in CORES:
+        hits = []
+        for first, second in zip(*(found[core] for found in ranks), strict=True):
+            expected = max({0, *first["whole"]} & {0, *second["whole"]})
+            if expected in first["refused"] + second["refused"]:
+                expected = 0
+            assert [first["hit"], second["hit"]] == [expected] * 2
+            hits.append(expected)
+        assert len(hits) == ROUNDS and len(set(hits)) > 2
 
 
 def test_host_pools_do_not_follow_free_memory():
