@@ -2,8 +2,8 @@
 
     python -m kit.repeat_oracle     (in test/; prints one JSON object)
 
-Device, host and storage in one process; the switch is on. A cold run is the same prompt in a
-namespace of its own. Answers are token ids and the log probability of each, compared exactly.
+Device, host and storage in one process; the switch is on. A cold run is the first one of a
+prompt in a namespace. Answers are token ids and the log probability of each, compared exactly.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PAGE = 256
 # Below, at and beyond the window (128), a page, their sum and two pages.
 LENGTHS = (*range(127, 131), *range(255, 258), *range(383, 386), *range(511, 514))
 NEW_TOKENS = 4
-SLOTS = 8
+SLOTS = 4
 Answer = tuple[list[int], list[float]]
 
 
@@ -89,28 +89,25 @@ class Asker:
 
         return script
 
-    def cold(self, prompts: Sequence[list[int]]) -> list[Answer]:
-        """The answers of prompts that find nothing: each is asked once, in a namespace of its own."""
-        unknown = [tokens for tokens in prompts if tuple(tokens) not in self.cold_answers]
-        if unknown:
-            namespaces = [f"cold {len(self.cold_answers) + n}" for n in range(len(unknown))]
-            for tokens, (answer, cached) in zip(unknown, self.ask(unknown, namespaces, NEW_TOKENS), strict=True):
-                assert cached == 0
-                self.cold_answers[tuple(tokens)] = answer
-        return [self.cold_answers[tuple(tokens)] for tokens in prompts]
+    def cold(self, prompts: Sequence[list[int]], namespaces: Sequence[str]) -> None:
+        """Ask prompts in namespaces that are new to them: these answers are the right ones."""
+        answers = self.ask(prompts, namespaces, NEW_TOKENS)
+        for tokens, (answer, cached) in zip(prompts, answers, strict=True):
+            assert cached == 0
+            self.cold_answers[tuple(tokens)] = answer
 
-    def warm(self, name: str, *prompts: list[int]) -> None:
-        """Ask in the shared namespace, compare with cold, note what was reused under ``name``."""
-        expected = self.cold(prompts)
-        answers = self.ask(prompts, ["warm"] * len(prompts), NEW_TOKENS)
-        for tokens, cold, (answer, cached) in zip(prompts, expected, answers, strict=True):
+    def warm(self, name: str, prompts: Sequence[list[int]], namespace: str) -> None:
+        """Ask again, compare with cold, note what was reused under ``name``."""
+        answers = self.ask(prompts, [namespace] * len(prompts), NEW_TOKENS)
+        for tokens, (answer, cached) in zip(prompts, answers, strict=True):
             self.cached.setdefault(name, []).append(cached)
+            cold = self.cold_answers[tuple(tokens)]
             if answer != cold:
                 self.different.append(f"{name}, {len(tokens)} tokens, {cached} reused: {answer} is not {cold}")
 
     def dirty(self) -> None:
         """Other traffic in every request slot, longer than the window."""
-        prompts = [prompt(10_000 + self.count + n, 150 + n) for n in range(SLOTS)]
+        prompts = [prompt(10_000 + self.count + n, 130 + n) for n in range(SLOTS)]
         self.ask(prompts, ["other"] * SLOTS, 1)
 
     def settle(self) -> None:
@@ -136,42 +133,44 @@ class Asker:
 
 
 def lengths(asker: Asker) -> None:
-    """Each length cold, then again from its own prefix: on the device, from the host, from storage."""
+    """Each length cold, then again: on the device, and those with a whole page from the host and from storage."""
     prompts = [prompt(length, length) for length in LENGTHS]
-    asker.warm("first", *prompts)
+    asker.cold(prompts, ["lengths"] * len(prompts))
     asker.dirty()
-    asker.warm("device", *prompts)
+    asker.warm("device", prompts, "lengths")
+    with_pages = [tokens for tokens in prompts if len(tokens) > PAGE]
     asker.empty_device()
-    asker.warm("host", *prompts)
+    asker.warm("host", with_pages, "lengths")
     asker.empty_memory()
-    asker.warm("storage", *prompts)
+    asker.warm("storage", with_pages, "lengths")
 
 
 def repeats(asker: Asker) -> None:
     """One prompt three times more, with other traffic between; another prompt's tail behind the same pages."""
     a, b = prompt(1, 700), prompt(1, 512) + prompt(2, 150)
-    for _ in range(4):
-        asker.warm("repeated", a)
+    asker.cold([a, b], ["repeats", "another's"])
+    for _ in range(3):
+        asker.warm("repeated", [a], "repeats")
         asker.dirty()
-    asker.warm("another tail", b)
-    asker.warm("again after it", a)
+    asker.warm("another tail", [b], "repeats")
+    asker.warm("again after it", [a], "repeats")
 
 
 def extended(asker: Asker) -> None:
     """A prompt shorter than the window, then longer and longer ones that begin with it."""
-    for length in (100, 200, 300, 560, 1_100):
-        asker.dirty()
-        asker.warm("extended", prompt(3, 1_100)[:length])
+    prompts = [prompt(3, 600)[:length] for length in (100, 200, 300, 600)]
+    asker.cold(prompts, [f"extended {len(tokens)}" for tokens in prompts])
+    for tokens in prompts:
+        asker.warm("extended", [tokens], "extended")
 
 
 def concurrent(asker: Asker) -> None:
-    """Prefixes of exactly one, two and three pages, reused by four requests at once."""
-    for pages in (1, 2, 3):
+    """Prefixes of exactly one and two pages, reused by three requests at once."""
+    for pages in (1, 2):
         prefix = prompt(20 + pages, pages * PAGE)
-        asker.warm("whole pages", prefix)
-        tails = [prompt(30 + 4 * pages + n, 1 + 40 * n) for n in range(4)]
-        asker.dirty()
-        asker.warm(f"behind {pages} pages", *(prefix + tail for tail in tails))
+        prompts = [prefix + prompt(30 + 4 * pages + n, 1 + 40 * n) for n in range(3)]
+        asker.cold([prefix, *prompts], [f"pages {pages}"] + [f"pages {pages} {n}" for n in range(3)])
+        asker.warm(f"behind {pages} pages", prompts, f"pages {pages}")
 
 
 def main() -> None:

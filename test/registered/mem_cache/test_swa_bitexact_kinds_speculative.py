@@ -90,19 +90,16 @@ def test_no_step_captures_beyond_its_tokens():
 
 @pytest.mark.parametrize("end", ["finish", "abort"])
 def test_what_a_step_loses_is_not_reused(cache, end):
-    """The step to 3 pages runs while its request turns out to have ended two tokens before."""
+    """The tokens run to 3 pages and further; the request turns out to end two tokens before that boundary."""
     tokens = tokens_from(1, 4)
     a = TileRequest(cache, tokens[: 2 * P], seed=1).admit().extend(2 * P, P, 2 * P).checkpoint()
-    a.decode(3 * P - 2)
-    generated = a.req.origin_input_ids + a.req.output_ids
-    a.take_rows(3 * P)
+    a.decode(3 * P)
     a.capture(3 * P, in_flight=True)
-    # Its result, meanwhile: the request ended with the token before.
-    a.req.finished_len = len(a.req.output_ids)
+    a.req.finished_len = P - 2
     owner = a.req.swa_tiles
     getattr(a, end)()
     assert sorted(owner.tiles) == [3 * P] and owner.in_flight == {3 * P}
-    whole = generated[: 3 * P - 2] + tokens_from(800_000, 1)
+    whole = a.req.origin_input_ids + a.req.output_ids
     match = cache.match(whole)
     assert match.device_prefix_len == 2 * P and cache.holds(match, a.captured[2 * P])
     # The step lands: its tile goes back, whatever it holds.

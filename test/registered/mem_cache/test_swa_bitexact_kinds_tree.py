@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
+import tempfile
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -14,10 +16,10 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.test.ci.ci_register import register_cpu_ci
 
 from kit.existing_tests import missing_tests
-from kit.tile_cache import tokens_from
+from kit.tile_cache import server_context, tokens_from
 from kit.tile_pools import PAGE
 from kit.tile_requests import TileRequest
-from kit.tile_storage import computed, emptied, host_free, host_size
+from kit.tile_storage import TileStorage, computed, emptied, host_free, host_size
 
 register_cpu_ci(est_time=25, suite="base-a-test-cpu")
 
@@ -171,20 +173,26 @@ def test_a_host_lock_survives_two_splits(cache, window, order):
 
 
 @pytest.mark.parametrize("pages", [1, 2, 3])
-def test_both_parts_of_a_node_that_splits_are_backed_up(cache, pages):
+def test_both_parts_of_a_node_that_splits_are_backed_up(core, pages):
     """[0, 3P) is one node, the window's page another; the first splits while both backups are pending."""
     tokens = tokens_from(1, 5)
-    a = TileRequest(cache, tokens, seed=1).admit().extend(4 * P, 4 * P).checkpoint()
-    assert cache.tree.ongoing_write_through
-    cache.match(fork(tokens, pages))
-    a.finish()
-    cache.check()
-    cache.evict_device()
-    assert cache.free() == (TILES, PAGES)
-    assert cache.match(tokens).host_hit_length == 4 * P
-    assert cache.holds(cache.load_back(tokens), a.captured[4 * P])
-    cache.check()
-    assert emptied(cache) == ((TILES, PAGES), host_size(cache))
+    with tempfile.TemporaryDirectory() as directory:
+        storage = TileStorage(Path(directory), core)
+        with server_context(**storage.arguments) as args, storage.server(args) as cache:
+            a = TileRequest(cache, tokens, seed=1).admit().extend(4 * P, 4 * P).checkpoint()
+            assert cache.tree.ongoing_write_through
+            cache.match(fork(tokens, pages))
+            a.finish()
+            cache.check()
+            assert storage.holds(pages=4, tiles=1)
+            cache.evict_device()
+            assert cache.free() == (TILES, PAGES)
+            assert cache.match(tokens).host_hit_length == 4 * P
+            assert cache.holds(cache.load_back(tokens), a.captured[4 * P])
+            cache.check()
+            assert emptied(cache) == ((TILES, PAGES), host_size(cache))
+            assert cache.prefetch(tokens).host_hit_length == 4 * P
+            assert cache.holds(cache.load_back(tokens), a.captured[4 * P])
 
 
 # Loads under way ---------------------------------------------------------------
