@@ -109,10 +109,11 @@ class TileCache:
         ratios: tuple[int, ...] = RATIOS,
         publishes: bool = False,
         hicache: bool = True,
+        tp_group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
         """publishes: as on a server, requests publish (see TileRequest), and publish() is refused.
 
-        hicache: with host pools; without, there is the device only.
+        hicache: with host pools; without, there is the device only. tp_group: ranks that decide together.
         """
         self.allocator = tile_pools(tiles=tiles, ratios=ratios)
         if publishes:
@@ -131,6 +132,7 @@ class TileCache:
             tree_components=(ComponentType.FULL, ComponentType.SWA),
             swa_gates_prefix_match=True,
             tree_core_backend=core,
+            tp_cache_group=tp_group,
         )
         register_tile_stack()
         self.tree = UnifiedRadixCache(params=self.params)
