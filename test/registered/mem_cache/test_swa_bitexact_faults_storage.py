@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 import tempfile
 import threading
@@ -82,7 +83,7 @@ def found_whole(storage, cache, expected):
 
 
 def computes(cache, expected):
-    """A request that finds ``expected`` tokens computes the others; a later one reuses what it captured."""
+    """A request that finds ``expected`` tokens computes the others; a later one reuses what it captured. Returns it."""
     b = TileRequest(cache, TOKENS, seed=2).admit()
     assert b.req.prefix_len == expected
     b.extend(4 * P + 1, *([4 * P] if expected < 4 * P else []))
@@ -92,6 +93,7 @@ def computes(cache, expected):
     if expected < 4 * P:
         assert cache.holds(cache.match(TOKENS), b.captured[4 * P])
     assert emptied(cache) == ((TILES, PAGES), host_size(cache))
+    return b
 
 
 # Slow --------------------------------------------------------------------------
@@ -151,7 +153,10 @@ def test_an_aborted_prefetch_ends_with_its_read(storage, ended_by, reading):
 @pytest.mark.parametrize("pool", [*COMPRESSED, *TILE])
 @pytest.mark.parametrize("how", ["raises", "finds nothing"])
 def test_a_failed_read_uses_nothing_of_this_prefetch(storage, pool, how):
-    """Of the second page's rows, or of the last tile. The next prefetch is as if nothing had been."""
+    """Of the second page's rows, or of the last tile. The next prefetch is as if nothing had been.
+
+    What raises is tried once more by itself, to know which page it is; "kv" has no bytes to compare.
+    """
     name = storage.files[pool, 2 if pool in COMPRESSED else 4].name
     get, failed = HiCacheFile.get, []
 
@@ -159,14 +164,14 @@ def test_a_failed_read_uses_nothing_of_this_prefetch(storage, pool, how):
         if f"{self._get_suffixed_key(key)}.bin" == name:
             failed.append(key)
             if how == "raises":
-                raise OSError("the disk is gone")
+                raise OSError(errno.EIO, "the disk is gone")
             return None
         return get(self, key, *arguments)
 
     with storage.server(storage.args) as cache:
         with mock.patch.object(HiCacheFile, "get", failing):
             assert cache.prefetch(TOKENS).host_hit_length == 0
-            assert len(failed) == 1
+            assert len(failed) == (2 if how == "raises" and pool != "kv" else 1)
         cache.check()
         assert emptied(cache) == ((TILES, PAGES), host_size(cache))
         computes(cache, 0)
@@ -183,8 +188,10 @@ def test_a_damaged_file_is_not_used(storage, pool, left):
     path.write_bytes(content[: len(content) // 2 if left == "half" else 0])
     with storage.server(storage.args) as cache:
         assert cache.prefetch(TOKENS).host_hit_length == 0
-        computes(cache, 0)
-    path.write_bytes(content)
+        b = computes(cache, 0)
+    assert path.exists(), "it was set aside, and computed and stored again"
+    if pool in TILE:
+        storage.captured[4 * P] = b.captured[4 * P]
     with storage.server(storage.args) as cache:
         found_whole(storage, cache, 4 * P)
 
