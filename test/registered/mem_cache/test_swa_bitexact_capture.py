@@ -6,23 +6,22 @@ The real scheduler, model and backend serve; see kit/capture_oracle.py for what 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 
+from kit.child import child_environment
+
 register_cpu_ci(est_time=240, suite="base-a-test-cpu")
 
-_TEST = Path(__file__).resolve().parents[2]
 _BOTH, _WINDOW = "window and state on both sides of the cut", "window on both sides of the cut"
 
 
 def oracle(scenario):
     """A process of its own: SGLang's globals take one model per process."""
-    environment = {**os.environ, "PYTHONPATH": str(_TEST)}
+    environment = child_environment()
     done = subprocess.run(
         [sys.executable, "-m", "kit.capture_oracle", scenario],
         env=environment,

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 
+from kit.child import child_environment
+
 register_cpu_ci(est_time=30, suite="base-a-test-cpu")
 
-_TEST = Path(__file__).resolve().parents[2]
 _DECODE, _EXTEND = ["decode_states", "decode_windows"], ["state_rows", "window_rows"]
 
 
@@ -21,7 +20,7 @@ def test_tiles_of_padded_steps_equal_those_of_plain_steps():
     """A process of its own: SGLang's globals take one model per process."""
     done = subprocess.run(
         [sys.executable, "-m", "kit.padded_steps"],
-        env={**os.environ, "PYTHONPATH": str(_TEST)},
+        env=child_environment(),
         capture_output=True,
         text=True,
         timeout=600,

@@ -7,19 +7,18 @@ compressed rows and index keys are compared themselves. See kit/reuse_oracle.py.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
+
+from kit.child import child_environment
 
 register_cpu_ci(est_time=100, suite="base-a-test-cpu")
 
 pytestmark = pytest.mark.ci
 
-_TEST = Path(__file__).resolve().parents[2]
 _ROWS = {
     "700": {"c4.1": 128, "index_key.1": 128, "c128.2": 4, "c4.3": 128, "index_key.3": 128},
     "1300": {"c4.1": 320, "index_key.1": 320, "c128.2": 10, "c4.3": 320, "index_key.3": 320},
@@ -29,7 +28,7 @@ _ROWS = {
 
 def oracle(switch):
     """A process of its own: SGLang's globals take one model per process."""
-    environment = {**os.environ, "PYTHONPATH": str(_TEST), "SGLANG_PLATFORM": "cpu_ref"}
+    environment = child_environment(SGLANG_PLATFORM="cpu_ref")
     command = [sys.executable, "-m", "kit.reuse_oracle", switch]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
