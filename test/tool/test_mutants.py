@@ -95,6 +95,7 @@ def test_a_file_is_put_beside_its_link(tmp_path):
     ("outcome", "imported", "may_hang", "expected"),
     [
         ((1, ("t::a", "t::b")), True, False, (True, "t::a")),
+        ((1, ("a: NameError: b",)), True, False, (False, "a: NameError: b")),
         ((1, ("t::a",)), False, False, (False, "no process imported sglang/f.py")),
         ((0, ()), True, False, (False, "its tests pass")),
         ((1, ()), True, False, (False, "no test failed, but pytest ended with 1")),
@@ -122,7 +123,8 @@ def test_what_a_run_of_tests_says(tmp_path, monkeypatch):
     tree = tmp_path / "tree"
     path = tool.put(tree, "thing.py", b"VALUE = 2\n")
     outcome = tool.run_tests(tree, ["test_it.py"])
-    assert (outcome.code, outcome.failed, outcome.skipped) == (1, ("TestIt::test_fails",), 1), outcome.output
+    assert (outcome.code, outcome.skipped) == (1, 1), outcome.output
+    assert outcome.failed == ("test_fails: assert 2 == 1",)
     assert tool.compiled(path).is_file()
     outcome = tool.run_tests(tree, ["test_it.py::test_passes"])
     assert (outcome.code, outcome.failed, outcome.skipped) == (0, (), 0), outcome.output
