@@ -147,7 +147,8 @@ def lengths(asker: Asker) -> None:
 
 def repeats(asker: Asker) -> None:
     """One prompt three times more, with other traffic between; another prompt's tail behind the same pages."""
-    a, b = prompt(1, 700), prompt(1, 512) + prompt(2, 150)
+    a = prompt(1, 700)
+    b = a[: 2 * PAGE] + prompt(2, 150)
     asker.cold([a, b], ["repeats", "another's"])
     for _ in range(3):
         asker.warm("repeated", [a], "repeats")
@@ -178,6 +179,7 @@ def main() -> None:
         asker = Asker(directory)
         for scenario in (lengths, repeats, extended, concurrent):
             scenario(asker)
+        asker.settle()
         asker.run.scheduler.tree_cache.sanity_check()
         publisher = asker.run.scheduler.tree_cache.tile_publisher
         found = {"different": asker.different, "cached": asker.cached, "refused": publisher.refused}
