@@ -12,9 +12,12 @@ from upstream.server_kits import Outcome, outcomes
 pytestmark = pytest.mark.slow
 
 _ARGUMENTS = ("--max-total-tokens", "32768", "--max-running-requests", "12", "--chunked-prefill-size", "512")
-# What stock fails for the fault that the switch mends: rows of an earlier request, and a tail that
-# is computed again.
-_MENDED: set[str] = set()
+# Upstream's measure of a cache hit: the divergence of what was sampled from the same tokens without
+# a cache. On stock it is hundreds of times what upstream allows of a real model.
+_MENDED = {
+    f"Logprobs.test_multiturn_{name}"
+    for name in ("logprobs_match", "prefill_cache_hit_branching", "decode_cache_hit_branching")
+}
 # A random model does not know the capital of France.
 _UNTRAINED = {
     *("Decode.test_basic_math", "Decode.test_capital_france", "Decode.test_color_completion"),
