@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+import xxhash
 
 os.environ.setdefault("SGLANG_PLATFORM", "cpu_ref")
 
@@ -151,13 +152,21 @@ def test_from_host_to_device(cache, captured, stream):
 
 @pytest.mark.parametrize("stream", STREAMS)
 def test_from_storage_to_host(cache, captured, stream, tmp_path, caplog):
-    """The tile is not used, and the scheduler's next check raises what the storage thread found."""
+    """Bytes with a digest of their own, as another server may store them under the same key.
+
+    The tile is not used, and the scheduler's next check raises what the storage thread found.
+    """
     cache.settle()
     (file,) = tmp_path.glob(f"*.{POOLS[stream].value}_tiny*")
     data = bytearray(file.read_bytes())
     layers = len(cache.kvcache.capture_pool.layout.streams[stream].layers)
     data[len(data) // layers * (entry(cache, stream) + 1) - 1] ^= 1
     file.write_bytes(bytes(data))
+    (digests,) = tmp_path.glob("*.bitexact_tile_tiny*")
+    words = bytearray(digests.read_bytes())
+    place = 8 * list(POOLS).index(stream)
+    words[place : place + 8] = xxhash.xxh3_64_digest(bytes(data))[::-1]
+    digests.write_bytes(bytes(words))
     cache.tree.reset()
     cache.allocator.clear()
     match = cache.prefetch(TOKENS)

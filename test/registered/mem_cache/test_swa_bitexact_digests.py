@@ -236,6 +236,8 @@ def test_a_page_that_changed_in_host_memory(core, pool, verified):
     with envs.SGLANG_SWA_VERIFY_HOST.override(verified), server_context() as args, TileCache(args, core=core) as cache:
         filled(cache)
         cache.evict_device()
+        # What has no digest yet would get that of the changed bytes.
+        cache.controller.tile_digests.wait()
         (buffer,) = [
             entry.host_pool.kv_buffer for entry in cache.controller.mem_pool_host.entries if entry.name == pool
         ]

@@ -212,13 +212,13 @@ def test_a_missing_page_ends_the_hit(storage, pool, page):
 
 
 def test_of_two_equal_prefetches_one_fails(storage):
-    """Both read the same pages at once; the first one's last tile cannot be read."""
-    get, fails = HiCacheFile.get, [True]
+    """Both read the same pages at once; the first one's last tile cannot be read, twice."""
+    get, fails = HiCacheFile.get, [True, True]
 
     def failing(self, key, *arguments):
         if key.endswith(".swa") and fails:
-            fails.clear()
-            raise OSError("once")
+            fails.pop()
+            raise OSError(errno.EIO, "the disk is gone")
         return get(self, key, *arguments)
 
     with storage.server(storage.args) as cache, mock.patch.object(HiCacheFile, "get", failing):

@@ -46,6 +46,8 @@ _FILES = {
     "swa": 1,
     "deepseek_v4_c4_state": 1,
     "deepseek_v4_c4_indexer_state": 1,
+    "bitexact_page": 6,
+    "bitexact_tile": 1,
 }
 
 
@@ -99,7 +101,7 @@ class TestTiers(CustomTestCase):
                 self.assert_survives_every_tier(core, "kernel", layout, _FILES)
 
     def test_without_overlapping_layers_there_is_no_state(self):
-        files = {"kv": 6, "deepseek_v4_c128": 6, "swa": 1}
+        files = {"kv": 6, "deepseek_v4_c128": 6, "swa": 1, "bitexact_page": 6, "bitexact_tile": 1}
         # So little is compressed here that half of HiCache's memory is less than a tile.
         self.assert_survives_every_tier(
             "rust", "direct", "layer_first", files, ratios=(0, 128, 0, 128), hicache_swa_host_tile_fraction=0.95

@@ -86,7 +86,7 @@ class TestStorage(CustomTestCase):
             cache.publish_random(tokens_from(1, 1), PAGE, seed=2)
             cache.settle()
             names = [path.name for path in self.directory.iterdir()]
-            self.assertEqual((len(names), {name.partition("_tiny")[2] for name in names}), (7, {"-i-d.bin"}))
+            self.assertEqual((len(names), {name.partition("_tiny")[2] for name in names}), (9, {"-i-d.bin"}))
         with server_context(file_storage_path=str(self.directory)) as args, TileCache(args) as cache:
             self.assertIsNone(cache.controller.storage_backend)
             attached, message = cache.tree.attach_storage_backend("file", served_model_name="tiny")

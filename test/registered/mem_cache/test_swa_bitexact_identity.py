@@ -150,7 +150,7 @@ class TestIdentity(CustomTestCase):
             with mock.patch.object(identity, "get_parallel", lambda parallel=parallel: parallel):
                 seen[f"slice {index}"] = self.identity()
         for owner, name, value in (
-            (identity, "STATE_FORMAT_VERSION", 2),
+            (identity, "STATE_FORMAT_VERSION", identity.STATE_FORMAT_VERSION + 1),
             (sglang, "__version__", "0.5.24"),
             (identity, "_device_name", lambda device: "AMD Instinct MI355X"),
         ):
