@@ -87,7 +87,8 @@ class TestDisk(_UpdateTest):
             self.assertEqual((controller.prefetch_threshold, controller.storage_backend_type), (PAGE, "file"))
             self.assertEqual(
                 set(controller.storage_backend.registered_pools),
-                {entry.name for entry in server.tree_cache.host_pool_group.entries},
+                {entry.name for entry in server.tree_cache.host_pool_group.entries}
+                | {"bitexact_page", "bitexact_tile"},
             )
 
     def test_an_unnamed_update_is_private_to_one_boot(self):
