@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["SGLANG_PLATFORM"] = "cpu_ref"
@@ -33,6 +34,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept_out = [item for item in items if any(item.get_closest_marker(name) for name in _MARKERS)]
     config.hook.pytest_deselected(items=kept_out)
     items[:] = [item for item in items if item not in kept_out]
+
+
+@pytest.fixture(autouse=True)
+def switch_is_left_as_it_was() -> Iterator[None]:
+    """Servers of later tests inherit it; stock and off would silently be on."""
+    name = "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE"
+    before = os.environ.get(name)
+    yield
+    left = os.environ.get(name)
+    if left != before:
+        os.environ.pop(name, None)
+    assert left == before, f"the test left {name}={left}"
 
 
 @pytest.fixture(scope="session")
