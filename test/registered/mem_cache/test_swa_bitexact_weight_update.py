@@ -85,11 +85,8 @@ class TestDisk(_UpdateTest):
             self.assertEqual(controller.storage_config.extra_config, {"file_storage_path": str(self.directory)})
             self.assertEqual((tree.prefetch_timeout_base, tree.prefetch_timeout_per_page), (3.0, 0.125))
             self.assertEqual((controller.prefetch_threshold, controller.storage_backend_type), (PAGE, "file"))
-            self.assertEqual(
-                set(controller.storage_backend.registered_pools),
-                {entry.name for entry in server.tree_cache.host_pool_group.entries}
-                | {"bitexact_page", "bitexact_tile"},
-            )
+            pools = {entry.name for entry in tree.host_pool_group.entries} | {"bitexact_page", "bitexact_tile"}
+            self.assertEqual(set(controller.storage_backend.registered_pools), pools)
 
     def test_an_unnamed_update_is_private_to_one_boot(self):
         def tag(boot_id, result=(True, ""), **fields):
