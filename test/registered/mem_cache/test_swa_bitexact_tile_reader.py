@@ -210,6 +210,23 @@ def test_the_pools_own_reads_restore_a_layer_first(mixed):
     assert rings.right()
 
 
+def test_a_read_waits_for_its_layer_and_restores_it_then(mixed):
+    """Not before: the layer's part of the tile may still be on its way."""
+    cache, plan, _ = mixed
+    plan.layer_wise = True
+    cache.kvcache.tile_reader.restore(plan)
+    events = []
+    copy = restore.scatter_layer
+    with (
+        mock.patch.object(cache.kvcache, "wait_layer_transfer", lambda layer: events.append(("wait", layer))),
+        mock.patch.object(restore, "scatter_layer", lambda *rows: (events.append("restore"), copy(*rows))),
+    ):
+        cache.kvcache.get_unified_kv(1)
+        cache.kvcache.get_attention_compress_states(1)
+        cache.kvcache.get_indexer_compress_states(3)
+    assert events == [("wait", 1), "restore", ("wait", 1), "restore", ("wait", 3), "restore"]
+
+
 def test_a_loaded_tile_is_restored(cache):
     """From the host into the ring: the bytes that were captured."""
     cache.evict_device()
