@@ -1,7 +1,7 @@
 # Every target builds the environment first if needed; see tools/venv.py.
 PYTHON ?= python3.11
 
-.PHONY: help venv lock demo serve test test-ci test-parts lint verify-long bench clean
+.PHONY: help venv lock demo serve test test-ci test-parts mutants lint verify-long bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -26,6 +26,9 @@ test-ci: ## what takes longer: hits against cold runs on eight servers, upstream
 
 test-parts: ## every part on its own: build the series up to it and run its tests
 	@venv=$$($(PYTHON) tools/venv.py) && $$venv/bin/python tools/test_parts.py
+
+mutants: ## break the feature in listed ways, one at a time: does a test notice each?
+	@venv=$$($(PYTHON) tools/venv.py) && $$venv/bin/python tools/mutants.py
 
 lint: ## ruff, mypy, codespell
 	@venv=$$($(PYTHON) tools/venv.py) && PATH=$$venv/bin:$$PATH $$venv/bin/python -m pre_commit run --all-files

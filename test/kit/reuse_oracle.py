@@ -14,7 +14,6 @@ import os
 import sys
 from typing import Any
 
-SHORT = "short" in sys.argv
 os.environ["SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE"] = str(int("on" in sys.argv))
 
 import torch
@@ -24,6 +23,7 @@ from kit.scheduler_run import SchedulerRun, request
 from kit.stored_rows import stored_rows
 
 PAGE_SIZE = 256
+SHORT = "short" in sys.argv
 # (prompt, prefix that another one shares, length of that one): contexts below and beyond
 # 4 * index_topk = 2,048 tokens, from where on the indexer leaves rows out; prefixes that end inside
 # a page, and at a boundary. The last short one is shared up to where the other has no tile.
@@ -100,7 +100,7 @@ def main() -> None:
         run.run_all([asked("cold", tokens, "cold")])
         run.run_all([asked("prime", tokens[:shared] + prompt(50 + seed, primed - shared), "warm")])
         for k in range(0, 12, 4):
-            run.run_all([asked(f"other {k + n}", prompt(100 + k + n, 300), "other") for n in range(4)])
+            run.run_all([asked(f"other {k + n}", prompt(100 + k + n, 300), f"other {length}") for n in range(4)])
         run.run_all([asked("warm", tokens, "warm")])
         cold, warm = rows_of(run, tokens, "cold"), rows_of(run, tokens, "warm")
         found = {"wrong": wrong_rows(cold, warm), "rows": {kind: len(rows) for kind, rows in cold.items()}}
