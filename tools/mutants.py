@@ -150,8 +150,8 @@ def compiled(path: Path) -> Path:
 
 
 class Outcome(NamedTuple):
-    """One run of some tests. code: pytest's, None if it ran out of time. failed: what failed in its
-    call, not in a fixture. skipped: how many did not run."""
+    """One run of some tests. code: pytest's, None if it ran out of time. failed: which tests
+    failed in their call, not in a fixture, and with what. skipped: how many did not run."""
 
     code: int | None
     failed: tuple[str, ...]
@@ -188,9 +188,9 @@ def run_tests(tree: Path, tests: Sequence[str]) -> Outcome:
             code = None
         cases = list(ET.parse(report).iter("testcase")) if report.is_file() else []
     failed = tuple(
-        f"{case.get('classname', '').rsplit('.', 1)[-1]}::{case.get('name')}"
+        f"{case.get('name')}: {(failure.get('message') or '-').splitlines()[0]}"
         for case in cases
-        if case.find("failure") is not None
+        for failure in case.iter("failure")
     )
     skipped = sum(case.find("skipped") is not None for case in cases)
     return Outcome(code, failed, skipped, time.monotonic() - began, output)

@@ -154,9 +154,10 @@ def arrivals(scenario: str) -> dict[int, list[Any]]:
     r = request
     if scenario == "odd_chunks":
         # Exact chunk fill with 512-token steps: chunks end anywhere. 259 tokens leave 253 for the
-        # next request, whose boundary 256 then has its state rows on both sides of the cut.
+        # next request, whose boundary 256 then has its state rows on both sides of the cut. Its last
+        # chunk ends at 703, and so writes the ring row of position 252: 700 has the same.
         return {
-            0: [r("a", prompt(1, 259), 2), r("b", prompt(2, 700), 2), r("c", prompt(3, 1300), 3)],
+            0: [r("a", prompt(1, 259), 2), r("b", prompt(2, 703), 2), r("c", prompt(3, 1300), 3)],
             9: [r("d", prompt(4, 322), 2), r("e", prompt(5, 512), 2), r("f", prompt(6, 1100), 2)],
             18: [r("g", prompt(7, 385), 2), r("h", prompt(8, 260), 2), r("i", prompt(9, 769), 2)],
         }

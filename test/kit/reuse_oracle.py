@@ -29,6 +29,8 @@ SHORT = "short" in sys.argv
 # a page, and at a boundary. The last short one is shared up to where the other has no tile.
 CASES = ((700, 400, 400), (1_300, 1_024, 1_024), (2_700, 2_300, 2_300))
 SHORT_CASES = ((700, 400, 400), (800, 600, 1_100))
+# A request is enough to give each slot another owner.
+SLOTS = 4 if SHORT else 12
 SHORT_ARGUMENTS = {
     "hicache_swa_offload_page_stride": 0,
     "enable_hierarchical_cache": True,
@@ -82,7 +84,7 @@ def evict_device(run: SchedulerRun) -> None:
 def main() -> None:
     # Stock evicts cached pages where request slots run short.
     arguments = SHORT_ARGUMENTS if SHORT else {}
-    run = SchedulerRun(max_total_tokens=32_768, max_running_requests=12, chunked_prefill_size=512, **arguments)
+    run = SchedulerRun(max_total_tokens=32_768, max_running_requests=SLOTS, chunked_prefill_size=512, **arguments)
     loads: list[bool] = []
     if (restores := run.scheduler.tree_cache.restore_queue) is not None:
         take = restores.take
@@ -99,7 +101,7 @@ def main() -> None:
         tokens = prompt(seed, length)
         run.run_all([asked("cold", tokens, "cold")])
         run.run_all([asked("prime", tokens[:shared] + prompt(50 + seed, primed - shared), "warm")])
-        for k in range(0, 12, 4):
+        for k in range(0, SLOTS, 4):
             run.run_all([asked(f"other {k + n}", prompt(100 + k + n, 300), f"other {length}") for n in range(4)])
         run.run_all([asked("warm", tokens, "warm")])
         cold, warm = rows_of(run, tokens, "cold"), rows_of(run, tokens, "warm")
