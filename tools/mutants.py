@@ -44,6 +44,8 @@ LIST = ROOT / "tools/mutants.yaml"
 TESTS = ROOT / "test"
 # The slowest selection takes a minute on an idle core.
 _LIMIT_S = 600
+# A mutant that ends in one of these does not misbehave: it is no Python that could have been written.
+_MISTAKES = ("ImportError", "NameError", "NotImplementedError", "SyntaxError", "TypeError", "UnboundLocalError")
 # One thread per test process: as many processes as cores run at once.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
@@ -106,12 +108,7 @@ class Sources:
         return plan.edited | plan.added
 
     def mutated(self, mutant: Mutant) -> bytes:
-        """The mutant's file.
-
-        Raises:
-            BitexactError: the series has no such file or edit, a place in it is not found exactly
-                once, or the result is no Python, or is what it was.
-        """
+        """The mutant's file; BitexactError if a place in it is not there once, or it is what it was."""
         if mutant.file not in self.patched:
             raise BitexactError(f"{mutant.name}: {mutant.file} is no file of the series")
         before = self.patched[mutant.file]
@@ -161,7 +158,7 @@ class Outcome(NamedTuple):
 
 
 def run_tests(tree: Path, tests: Sequence[str]) -> Outcome:
-    """pytest over ``tests`` up to the first failure, on the SGLang in ``tree``."""
+    """pytest up to the first failure, on the SGLang in ``tree``."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         # "ci" tests as well: what is listed runs.
@@ -207,14 +204,15 @@ class Verdict(NamedTuple):
 
 
 def judge(mutant: Mutant, outcome: Outcome, imported: bool) -> Verdict:
-    """Caught is what made a test fail in a process that imported the changed file; nothing else is."""
+    """Caught is what made a test fail in a process that imported the changed file, by what it does."""
     caught = False
     if not imported:
         by = f"no process imported {mutant.file}"
     elif outcome.code is None:
         caught, by = mutant.may_hang, f"out of time after {_LIMIT_S} s"
     elif outcome.code == 1 and outcome.failed:
-        caught, by = True, outcome.failed[0]
+        by = outcome.failed[0]
+        caught = not any(f": {error}: " in by for error in _MISTAKES)
     else:
         by = "its tests pass" if outcome.code == 0 else f"no test failed, but pytest ended with {outcome.code}"
     return Verdict(mutant.name, caught, by, round(outcome.seconds, 1), outcome.output)

@@ -95,6 +95,7 @@ def test_a_file_is_put_beside_its_link(tmp_path):
     ("outcome", "imported", "may_hang", "expected"),
     [
         ((1, ("t::a", "t::b")), True, False, (True, "t::a")),
+        ((1, ("a: NameError: b",)), True, False, (False, "a: NameError: b")),
         ((1, ("t::a",)), False, False, (False, "no process imported sglang/f.py")),
         ((0, ()), True, False, (False, "its tests pass")),
         ((1, ()), True, False, (False, "no test failed, but pytest ended with 1")),
