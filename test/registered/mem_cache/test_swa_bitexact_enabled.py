@@ -17,6 +17,7 @@ from sglang.srt.environ import envs
 from sglang.srt.layers.attention.dsv4 import unified_kv_gate
 from sglang.srt.mem_cache.swa_bitexact.enabled import bit_exact_enabled
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import get_disagg, get_memory
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
@@ -39,6 +40,11 @@ class TestImports(CustomTestCase):
 
 
 class TestEnabled(CustomTestCase):
+    @classmethod
+    def setUpClass(cls):
+        # The platform's hooks look for the functions that the test replaces.
+        load_plugins()
+
     def test_it_takes_the_flag_the_path_and_something_to_reuse(self):
         for flag, unified, mode, without_radix, expected in (
             (True, True, "null", False, True),

@@ -257,6 +257,20 @@ def test_tiles_that_are_not_published_come_back(cache, end):
     last = 3 if end == "finish" else 2
     assert (cache.free(), a.req.swa_tiles) == ((9 - last, 16 - last), None)
     assert hits(cache, tokens) == [0, 2 * P, last * P, last * P, last * P]
+    assert cache.holds(cache.match(tokens), a.captured[last * P])
+
+
+def test_a_session_that_takes_the_row_over_gets_no_tiles(cache):
+    a = TileRequest(cache, tokens_from(1, 3), seed=1).admit().extend(2 * P + 1, 2 * P)
+
+    def claim(req):
+        req.detach_kv()
+        return True
+
+    with mock.patch.object(cache.tree, "claim_kv_row", claim):
+        a.finish()
+    assert (cache.free(), a.req.swa_tiles) == ((TILES, 13), None)
+    cache.allocator.check_tiles([])
 
 
 def test_a_session_that_takes_the_row_over_gets_no_tiles(cache):
