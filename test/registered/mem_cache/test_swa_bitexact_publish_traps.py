@@ -273,19 +273,6 @@ def test_a_session_that_takes_the_row_over_gets_no_tiles(cache):
     cache.allocator.check_tiles([])
 
 
-def test_a_session_that_takes_the_row_over_gets_no_tiles(cache):
-    a = TileRequest(cache, tokens_from(1, 3), seed=1).admit().extend(2 * P + 1, 2 * P)
-
-    def claim(req):
-        req.detach_kv()
-        return True
-
-    with mock.patch.object(cache.tree, "claim_kv_row", claim):
-        a.finish()
-    assert (cache.free(), a.req.swa_tiles) == ((TILES, 13), None)
-    cache.allocator.check_tiles([])
-
-
 def test_tiles_inside_the_protected_prefix_are_not_published(cache):
     """The tree has these pages already, and would free them as duplicates."""
     tokens = tokens_from(1, 5)
