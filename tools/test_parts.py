@@ -36,10 +36,10 @@ FIRST_PART = {
     4: (
         "evict",
         "late_windows",
+        "oracle",
         "publish",
         "publish_traps",
         "restore_queue",
-        "reuse_random",
         "stored_rows",
         "tile_reader",
         "tiers",
