@@ -17,14 +17,18 @@ from sglang.srt.server_args import ServerArgs
 
 from kit.oracle_model import PAGE
 from kit.oracle_steps import OracleSteps
-from kit.oracle_world import SLOTS, OracleRequest
+from kit.oracle_world import PAGES, SLOTS, OracleRequest
 from kit.tile_cache import file_storage, server_context
 
 # Few prompts, so that they share, part and come again; the first choice is the likeliest.
 PATHS = st.lists(st.sampled_from([0, 0, 0, 1, 2]), min_size=1, max_size=5).map(tuple)
 # Prompts end at a boundary, just before and behind it, or inside a page.
 CUTS = st.sampled_from([0, 0, 1, 2, 100, 255])
+PARTS = st.sampled_from([0, 0, 1, 300])
+# One of the last prompts, or none of them.
+AGAIN = st.integers(0, SLOTS)
 WHICH = st.integers(0, SLOTS - 1)
+ENDS = [OracleRequest.finish, OracleRequest.finish, OracleRequest.abort, OracleRequest.retract]
 # A new server is worth this many steps.
 SERVER_STEPS = 60
 
@@ -46,12 +50,21 @@ class OracleMachine(RuleBasedStateMachine):
             file.unlink()
         self.world = OracleSteps(self.args, self.directory, self.core, hicache=self.hicache, stride=stride)
         self.since_restart = 0
+        self.started: list[tuple[int, ...]] = []
 
     def done(self) -> None:
-        """A step is over."""
+        """A step is over; the result of the one before it is processed at the latest now."""
+        while len(self.world.flying) > 1:
+            self.world.land()
         self.world.compare()
         self.since_restart += 1
         type(self).steps += 1
+
+    def path(self, path: tuple[int, ...], again: int) -> tuple[int, ...]:
+        """``path``, or one that begins as a former prompt: a later turn, or the same again."""
+        if again >= len(self.started):
+            return path
+        return (*self.started[again], *path[1:])[:5]
 
     # Requests by their phase ------------------------------------------------------
 
@@ -61,38 +74,27 @@ class OracleMachine(RuleBasedStateMachine):
     def _decoding(self) -> list[OracleRequest]:
         return [r for r in self.world.running if r.stay is not None and r.stay.done >= r.stay.length]
 
-    def _any(self) -> list[OracleRequest]:
-        return self.world.running
-
     # Rules ------------------------------------------------------------------------
 
     @precondition(lambda self: len(self.world.running) < SLOTS)
-    @rule(path=PATHS, cut=CUTS, loads=st.sampled_from([True, True, False]), part=st.sampled_from([0, 0, 1, 300]))
-    def start(self, path: tuple[int, ...], cut: int, loads: bool, part: int) -> None:
-        """A new request and its first chunk: all of it, or ``part`` tokens."""
-        request = self.world.start(path, len(path) * PAGE - cut, loads=loads)
-        self._chunk([request], part, True)
-        self.done()
-
-    @precondition(lambda self: self.world.waiting and len(self.world.running) < SLOTS)
-    @rule(loads=st.booleans(), part=st.sampled_from([0, 300]))
-    def resume(self, loads: bool, part: int) -> None:
-        """A retracted request is admitted again."""
-        request = self.world.admit(self.world.waiting.pop(0), loads=loads)
+    @rule(path=PATHS, again=AGAIN, cut=CUTS, loads=st.sampled_from([True, True, False]), part=PARTS, new=st.booleans())
+    def start(self, path: tuple[int, ...], again: int, cut: int, loads: bool, part: int, new: bool) -> None:
+        """A new request or a retracted one is admitted, and computes all of its prompt or ``part`` tokens."""
+        if self.world.waiting and not new:
+            request = self.world.admit(self.world.waiting.pop(0), loads=loads)
+        else:
+            path = self.path(path, again)
+            self.started = [path, *self.started[: SLOTS - 1]]
+            request = self.world.start(path, len(path) * PAGE - cut, loads=loads)
         self._chunk([request], part, True)
         self.done()
 
     @precondition(lambda self: self._prefilling())
     @rule(which=WHICH, part=st.integers(0, 2 * PAGE), publish=st.sampled_from([True, True, True, False]))
     def chunk(self, which: int, part: int, publish: bool) -> None:
+        """A step of one or two requests: ``part`` tokens of each, or all that is left."""
         requests = self._prefilling()
-        self._chunk([requests[which % len(requests)]], part, publish)
-        self.done()
-
-    @precondition(lambda self: len(self._prefilling()) > 1)
-    @rule(part=st.integers(0, 2 * PAGE))
-    def chunk_two(self, part: int) -> None:
-        self._chunk(self._prefilling()[:2], part, True)
+        self._chunk(requests[which % len(requests) :][:2], part, publish)
         self.done()
 
     def _chunk(self, requests: list[OracleRequest], part: int, publish: bool) -> None:
@@ -100,83 +102,63 @@ class OracleMachine(RuleBasedStateMachine):
         self.world.chunk(*parts, publish=publish)
 
     @precondition(lambda self: self._decoding())
-    @rule(which=WHICH)
-    def decode_to_boundary(self, which: int) -> None:
+    @rule(which=WHICH, jump=st.booleans())
+    def decode(self, which: int, jump: bool) -> None:
+        """One request decodes to its next boundary, or all of them one token."""
         requests = self._decoding()
-        request = requests[which % len(requests)]
-        assert request.stay is not None
-        self.world.decode([request], request.stay.done // PAGE * PAGE + PAGE)
-        self.done()
-
-    @precondition(lambda self: self._decoding())
-    @rule()
-    def decode_token(self) -> None:
-        """One token of each request that decodes."""
-        requests = self._decoding()
-        self.world.decode(requests, min(r.stay.done for r in requests if r.stay) + 1)
-        self.done()
-
-    @rule()
-    def land(self) -> None:
-        self.world.land()
+        if jump:
+            requests = [requests[which % len(requests)]]
+        done = min(r.stay.done for r in requests if r.stay)
+        self.world.decode(requests, done // PAGE * PAGE + PAGE if jump else done + 1)
         self.done()
 
     @precondition(lambda self: self.world.running)
-    @rule(which=WHICH, how=st.sampled_from([OracleRequest.finish, OracleRequest.abort, OracleRequest.retract]))
+    @rule(which=WHICH, how=st.sampled_from(ENDS))
     def end(self, which: int, how: Any) -> None:
         self.world.drop(self.world.running[which % len(self.world.running)], how)
         self.done()
 
-    @rule(path=PATHS)
-    def match(self, path: tuple[int, ...]) -> None:
-        self.world.expect_match(path)
+    @rule(path=PATHS, again=AGAIN)
+    def match(self, path: tuple[int, ...], again: int) -> None:
+        self.world.expect_match(self.path(path, again))
         self.done()
 
     @precondition(lambda self: self.hicache)
-    @rule(path=PATHS)
-    def prefetch(self, path: tuple[int, ...]) -> None:
-        self.world.prefetch(path)
+    @rule(path=PATHS, again=AGAIN)
+    def prefetch(self, path: tuple[int, ...], again: int) -> None:
+        self.world.prefetch(self.path(path, again))
         self.done()
 
-    @rule(count=st.integers(1, 3))
-    def evict_windows(self, count: int) -> None:
-        self.world.evict_windows(count)
+    @rule(what=st.sampled_from(["windows", "windows", "pages", "host windows", "host pages"]), count=st.integers(1, 3))
+    def evict(self, what: str, count: int) -> None:
+        """count: windows, or host pages; of the device's pages so many quarters must be free."""
+        if what == "windows":
+            self.world.evict_windows(count)
+        elif what == "pages":
+            self.world.evict_pages(PAGES * count // 4)
+        else:
+            self.world.evict_host(count, windows=what == "host windows")
         self.done()
 
-    @rule(pages=st.sampled_from([4, 12, 16]))
-    def evict_pages(self, pages: int) -> None:
-        self.world.evict_pages(pages)
-        self.done()
-
-    @precondition(lambda self: self.hicache)
-    @rule(count=st.integers(1, 3), windows=st.booleans())
-    def evict_host(self, count: int, windows: bool) -> None:
-        self.world.evict_host(count, windows=windows)
-        self.done()
-
-    @precondition(lambda self: self.hicache)
-    @rule()
-    def tick(self) -> None:
-        self.world.tick()
-        self.done()
-
-    @precondition(lambda self: self.hicache)
-    @rule()
-    def settle(self) -> None:
-        self.world.settle()
+    @rule(settle=st.booleans())
+    def transfers(self, settle: bool) -> None:
+        """All results are processed; one look at the transfers, or as many as it takes."""
+        while self.world.flying:
+            self.world.land()
+        if settle:
+            self.world.settle()
+        else:
+            self.world.tick()
         self.done()
 
     @precondition(lambda self: self.since_restart >= SERVER_STEPS)
-    @rule()
-    def flush(self) -> None:
-        self.world.flush()
-        self.since_restart = 0
-        self.done()
-
-    @precondition(lambda self: self.hicache and self.since_restart >= SERVER_STEPS)
-    @rule(lost=st.none() | st.tuples(st.integers(0, 9), st.integers(0, 6), st.booleans()))
-    def restart(self, lost: tuple[int, int, bool] | None) -> None:
-        self.world.restart(lost)
+    @rule(lost=st.none() | st.tuples(st.integers(0, 9), st.integers(0, 6), st.booleans()), flush=st.booleans())
+    def server(self, lost: tuple[int, int, bool] | None, flush: bool) -> None:
+        """The cache is flushed, or another server takes over what is stored."""
+        if flush or not self.hicache:
+            self.world.flush()
+        else:
+            self.world.restart(lost)
         self.since_restart = 0
         self.done()
 

@@ -104,7 +104,10 @@ class Oracle:
         return self.pages - len(self.device.pages) - sum(stay.private_pages for stay in self.stays)
 
     def locked(self) -> Tier:
-        """What running requests keep on the device: their rows, and the window where they end."""
+        """What running requests keep on the device: their rows, and the window where they end.
+
+        Windows above it on their way may be locked, too: a node that splits hands its lock on.
+        """
         held = Tier()
         for stay in self.stays:
             held.pages |= prefixes(stay.path, stay.published)

@@ -158,7 +158,7 @@ class OracleSteps(OracleWorld):
         self.oracle.capture(got)
         self.observe()
         if len(got) < len(wanted):
-            unlocked = self.oracle.device.windows - self.oracle.locked().windows
+            unlocked = self.oracle.device.windows - self.oracle.locked().pages
             assert self.oracle.free_tiles == 0 and not (self.watch.settled and unlocked), "dropped with tiles to be had"
         if plan is not None:
             self.flying.append((plan, [(stay, n, decode) for stay, n in got]))
@@ -214,7 +214,7 @@ class OracleSteps(OracleWorld):
         self.observe()
         if before != self.oracle.device.pages and self.watch.settled:
             parents = {path[:-1] for path in self.oracle.device.pages}
-            inner = (self.oracle.device.windows & parents) - self.oracle.locked().windows
+            inner = (self.oracle.device.windows & parents) - self.oracle.locked().pages
             assert not inner, f"a leaf went, and inner windows could have: {inner}"
 
     def evict_pages(self, pages: int) -> None:
