@@ -5,7 +5,9 @@ A failure is shrunk and printed as the shortest program of operations that still
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +51,18 @@ class OracleMachine(RuleBasedStateMachine):
         for file in self.directory.iterdir():
             file.unlink()
         self.world = OracleSteps(self.args, self.directory, self.core, hicache=self.hicache, stride=stride)
-        self.since_restart = 0
+        self.since_restart, self.broken = 0, False
         self.started: list[tuple[int, ...]] = []
 
-    def done(self) -> None:
-        """A step is over; the result of the one before it is processed at the latest now."""
+    @contextlib.contextmanager
+    def step(self) -> Iterator[OracleSteps]:
+        """One operation; a step's result is processed with the next one at the latest."""
+        self.broken = True
+        yield self.world
         while len(self.world.flying) > 1:
             self.world.land()
         self.world.compare()
+        self.broken = False
         self.since_restart += 1
         type(self).steps += 1
 
@@ -80,22 +86,22 @@ class OracleMachine(RuleBasedStateMachine):
     @rule(path=PATHS, again=AGAIN, cut=CUTS, loads=st.sampled_from([True, True, False]), part=PARTS, new=st.booleans())
     def start(self, path: tuple[int, ...], again: int, cut: int, loads: bool, part: int, new: bool) -> None:
         """A new request or a retracted one is admitted, and computes all of its prompt or ``part`` tokens."""
-        if self.world.waiting and not new:
-            request = self.world.admit(self.world.waiting.pop(0), loads=loads)
-        else:
-            path = self.path(path, again)
-            self.started = [path, *self.started[: SLOTS - 1]]
-            request = self.world.start(path, len(path) * PAGE - cut, loads=loads)
-        self._chunk([request], part, True)
-        self.done()
+        with self.step() as world:
+            if world.waiting and not new:
+                request = world.admit(world.waiting.pop(0), loads=loads)
+            else:
+                path = self.path(path, again)
+                self.started = [path, *self.started[: SLOTS - 1]]
+                request = world.start(path, len(path) * PAGE - cut, loads=loads)
+            self._chunk([request], part, True)
 
     @precondition(lambda self: self._prefilling())
     @rule(which=WHICH, part=st.integers(0, 2 * PAGE), publish=st.sampled_from([True, True, True, False]))
     def chunk(self, which: int, part: int, publish: bool) -> None:
         """A step of one or two requests: ``part`` tokens of each, or all that is left."""
-        requests = self._prefilling()
-        self._chunk(requests[which % len(requests) :][:2], part, publish)
-        self.done()
+        with self.step():
+            requests = self._prefilling()
+            self._chunk(requests[which % len(requests) :][:2], part, publish)
 
     def _chunk(self, requests: list[OracleRequest], part: int, publish: bool) -> None:
         parts = [(r, min(r.stay.length, r.stay.done + (part or r.stay.length))) for r in requests if r.stay]
@@ -105,71 +111,73 @@ class OracleMachine(RuleBasedStateMachine):
     @rule(which=WHICH, jump=st.booleans())
     def decode(self, which: int, jump: bool) -> None:
         """One request decodes to its next boundary, or all of them one token."""
-        requests = self._decoding()
-        if jump:
-            requests = [requests[which % len(requests)]]
-        done = min(r.stay.done for r in requests if r.stay)
-        self.world.decode(requests, done // PAGE * PAGE + PAGE if jump else done + 1)
-        self.done()
+        with self.step() as world:
+            requests = self._decoding()
+            if jump:
+                requests = [requests[which % len(requests)]]
+            done = min(r.stay.done for r in requests if r.stay)
+            world.decode(requests, done // PAGE * PAGE + PAGE if jump else done + 1)
 
     @precondition(lambda self: self.world.running)
     @rule(which=WHICH, how=st.sampled_from(ENDS))
     def end(self, which: int, how: Any) -> None:
-        self.world.drop(self.world.running[which % len(self.world.running)], how)
-        self.done()
+        with self.step() as world:
+            world.drop(world.running[which % len(world.running)], how)
 
     @rule(path=PATHS, again=AGAIN)
     def match(self, path: tuple[int, ...], again: int) -> None:
-        self.world.expect_match(self.path(path, again))
-        self.done()
+        with self.step() as world:
+            world.expect_match(self.path(path, again))
 
     @precondition(lambda self: self.hicache)
     @rule(path=PATHS, again=AGAIN)
     def prefetch(self, path: tuple[int, ...], again: int) -> None:
-        self.world.prefetch(self.path(path, again))
-        self.done()
+        with self.step() as world:
+            world.prefetch(self.path(path, again))
 
     @rule(what=st.sampled_from(["windows", "windows", "pages", "host windows", "host pages"]), count=st.integers(1, 3))
     def evict(self, what: str, count: int) -> None:
         """count: windows, or host pages; of the device's pages so many quarters must be free."""
-        if what == "windows":
-            self.world.evict_windows(count)
-        elif what == "pages":
-            self.world.evict_pages(PAGES * count // 4)
-        else:
-            self.world.evict_host(count, windows=what == "host windows")
-        self.done()
+        with self.step() as world:
+            if what == "windows":
+                world.evict_windows(count)
+            elif what == "pages":
+                world.evict_pages(PAGES * count // 4)
+            else:
+                world.evict_host(count, windows=what == "host windows")
 
     @rule(settle=st.booleans())
     def transfers(self, settle: bool) -> None:
         """All results are processed; one look at the transfers, or as many as it takes."""
-        while self.world.flying:
-            self.world.land()
-        if settle:
-            self.world.settle()
-        else:
-            self.world.tick()
-        self.done()
+        with self.step() as world:
+            while world.flying:
+                world.land()
+            if settle:
+                world.settle()
+            else:
+                world.tick()
 
     @precondition(lambda self: self.since_restart >= SERVER_STEPS)
-    @rule(lost=st.none() | st.tuples(st.integers(0, 9), st.integers(0, 6), st.booleans()), flush=st.booleans())
-    def server(self, lost: tuple[int, int, bool] | None, flush: bool) -> None:
-        """The cache is flushed, or another server takes over what is stored."""
-        if flush or not self.hicache:
-            self.world.flush()
-        else:
-            self.world.restart(lost)
-        self.since_restart = 0
-        self.done()
+    @rule(lost=st.tuples(st.integers(0, 9), st.integers(0, 7), st.booleans()), flush=st.booleans())
+    def server(self, lost: tuple[int, int, bool], flush: bool) -> None:
+        """The cache is flushed, or another server takes over what is stored, and looks at what may be damaged."""
+        with self.step() as world:
+            if flush or not self.hicache:
+                world.flush()
+            else:
+                world.prefetch(world.restart(lost))
+            self.since_restart = 0
 
     def teardown(self) -> None:
-        world = getattr(self, "world", None)
-        if world is not None:
-            try:
-                world.close()
-                type(self).reused += world.reused
-            finally:
-                world.cache.__exit__()
+        if not hasattr(self, "world"):
+            return
+        try:
+            # After a failure the two differ anyway.
+            if not self.broken:
+                self.world.close()
+                type(self).reused += self.world.reused
+        finally:
+            self.world.cache.__exit__()
 
 
 def run_machine(

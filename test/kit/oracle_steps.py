@@ -138,6 +138,8 @@ class OracleSteps(OracleWorld):
         stay, slot = cast(Stay, request.stay), int(request.req.kv.req_pool_idx)
         plan = request.take_restores()
         assert plan is not None and (plan.slots, plan.boundaries) == ([slot], [stay.done])
+        # The last step of the slot's former owner may come behind the scheduler's clear.
+        self.contents.poison_ring(slot)
         self.cache.kvcache.tile_reader.restore(plan)
         if plan.layer_wise:
             for layer, ratio in enumerate(self.cache.kvcache.compression_ratios):
@@ -243,13 +245,17 @@ class OracleSteps(OracleWorld):
         self.cache.allocator.clear()
         self.oracle.empty()
 
-    def restart(self, lost: tuple[int, int, bool] | None = None) -> None:
-        """Another server over the same directory, which lost a file meanwhile: (path, pool, cut short)."""
+    def restart(self, lost: tuple[int, int, bool]) -> Path:
+        """Another server over the same directory, which lost a file meanwhile: (path, pool, cut short).
+
+        Returns the path; () if nothing is stored.
+        """
         self.idle()
         self.cache.__exit__()
         stored = sorted(self.oracle.storage.windows)
-        if lost is not None and stored:
-            path, pools = stored[lost[0] % len(stored)], (*TILE, *COMPRESSED)
+        path: Path = stored[lost[0] % len(stored)] if stored else ()
+        if path:
+            pools = (*TILE, *COMPRESSED, "none")
             pool, short = pools[lost[1] % len(pools)], lost[2]
             for file in self.files.files(path, pool):
                 if short and pool in TILE:
@@ -261,6 +267,7 @@ class OracleSteps(OracleWorld):
                     self.oracle.short.get(path, set()).discard(pool)
         self.oracle.empty()
         self._start_server()
+        return path
 
     def close(self) -> None:
         """The end: nothing is lost, and everything that can be reused holds the right bytes."""
