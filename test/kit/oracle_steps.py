@@ -196,6 +196,8 @@ class OracleSteps(OracleWorld):
         if request.req.kv.holds_kv:
             how(request)
         else:
+            # What was queued to be loaded for it is loaded all the same.
+            self.cache.tree.ready_to_load_host_cache()
             self.cache.tree.unlock(request.req.lock)
         self.running.remove(request)
         if how is OracleRequest.finish and slot is not None:

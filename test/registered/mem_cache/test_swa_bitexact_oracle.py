@@ -13,20 +13,21 @@ from sglang.test.ci.ci_register import register_cpu_ci
 
 from kit.oracle_machine import run_machine
 
-register_cpu_ci(est_time=60, suite="base-a-test-cpu")
+register_cpu_ci(est_time=40, suite="base-a-test-cpu")
 
 
-@pytest.mark.parametrize(("hicache", "examples"), [(True, 5), (False, 3)], ids=["three tiers", "device only"])
-def test_real_caches_and_model_agree(core, hicache, examples):
-    machine = run_machine(core, examples=examples, steps=200, hicache=hicache)
-    assert machine.steps > 100 * examples
-    assert machine.reused > 10 * examples
+@pytest.mark.parametrize(("hicache", "seed"), [(True, 12), (False, 13)], ids=["three tiers", "device only"])
+def test_real_caches_and_model_agree(core, hicache, seed):
+    machine = run_machine(core, examples=8, steps=200, hicache=hicache, seed=seed)
+    # Most of the programs were of use.
+    assert machine.steps > 900
+    assert machine.reused > 100
 
 
 @pytest.mark.ci
 def test_real_caches_and_model_agree_for_longer(core):
-    machine = run_machine(core, examples=40, steps=250)
-    assert machine.steps > 7_000
+    machine = run_machine(core, examples=42, steps=250, seed=14)
+    assert machine.steps > 9_000
     assert machine.reused > 1_000
 
 
