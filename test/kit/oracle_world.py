@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path as Directory
-from typing import Any
+from typing import Any, cast
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
@@ -192,5 +192,12 @@ class OracleWorld:
         if not self.hicache:
             return
         self._until(lambda: self.watch.settled)
+        # What a transfer gave back is free after one more look.
+        self.cache.tree.check_hicache_events()
         self.observe()
         self.oracle.stored(self.files.look(), settled=True)
+        host = cast(Tier, self.oracle.host)
+        for name, owned in ((PoolName.KV, host.pages), (PoolName.SWA, host.windows)):
+            pool = self.cache.tree.host_pool_group.get_pool(name)
+            free = (pool.available_size() // PAGE, pool.size // PAGE - len(owned))
+            assert free[0] == free[1], f"{name} on the host: {free[0]} free, the model has {free[1]}"
