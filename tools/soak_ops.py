@@ -20,7 +20,7 @@ import traceback
 from pathlib import Path
 
 # One seed's work: what has to be run again to see a failure again.
-EXAMPLES, STEPS = 4, 500
+EXAMPLES, STEPS = 8, 500
 
 
 def main() -> int:
