@@ -1,7 +1,7 @@
 # Every target builds the environment first if needed; see tools/venv.py.
 PYTHON ?= python3.11
 
-.PHONY: help venv lock demo serve test test-ci test-parts mutants lint verify-long soak-server bench clean
+.PHONY: help venv lock demo serve test test-ci test-parts mutants lint verify-long soak-ops soak-server bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -38,6 +38,9 @@ verify-long: ## every setting of the server, thousands of cache hits against col
 
 soak-server: ## ten minutes of 64 clients, some hang up, over storage that fails and changes bytes
 	@venv=$$($(PYTHON) tools/venv.py) && $$venv/bin/python tools/soak_server.py $(SOAK)
+
+soak-ops: ## random operations on the caches beside a model, 10^6 of them; SOAK="--steps 20000 --seed 1"
+	@venv=$$($(PYTHON) tools/venv.py) && $$venv/bin/python tools/soak_ops.py $(SOAK)
 
 bench: ## what the no-op calls of part 1 cost, stock against part 1
 	@venv=$$($(PYTHON) tools/venv.py) && $$venv/bin/python benchmark/noop_hooks.py

@@ -18,7 +18,7 @@ import pytest
 
 # Kept out of a plain run; what each is for, and who runs it.
 _MARKERS = {
-    "ci": "servers over and over, minutes: `make test-ci`, which .ci/run calls after `make test`",
+    "ci": "servers over and over, many random operations: `make test-ci`, which .ci/run calls after `make test`",
     "slow": "a longer version of a test in the suite: PYTEST='-m slow'",
 }
 
