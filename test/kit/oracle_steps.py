@@ -269,11 +269,12 @@ class OracleSteps(OracleWorld):
                     damaged.get(path, set()).discard(pool)
                     continue
                 content = bytearray(file.read_bytes())
+                # The rows' own file is empty: it stands for those of the other pools.
                 if content:
                     at = lost[0] * len(content) // 10
                     content[at] = (content[at] + 1) % 256
-                file.write_bytes(content if how == "changed" else content[: len(content) // 2])
-                damaged.setdefault(path, set()).add(pool)
+                    file.write_bytes(content if how == "changed" else content[: len(content) // 2])
+                    damaged.setdefault(path, set()).add(pool)
         self.oracle.empty()
         self._start_server()
         return path
