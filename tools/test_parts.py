@@ -34,6 +34,7 @@ FIRST_PART = {
         *("tile_calls", "tile_kernels", "tile_restore", "tile_restore_calls"),
     ),
     4: (
+        "aborts",
         "digests",
         "evict",
         "faults_memory",

@@ -39,7 +39,7 @@ def prompt(seed: int, length: int) -> list[int]:
 class Asker:
     """Asks one scheduler, and keeps what was answered differently than cold."""
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, **arguments: Any) -> None:
         self.run = SchedulerRun(
             max_total_tokens=16_384,
             max_running_requests=SLOTS,
@@ -54,6 +54,7 @@ class Asker:
             hicache_storage_prefetch_policy="wait_complete",
             hicache_storage_backend_extra_config='{"prefetch_threshold": 1}',
             file_storage_path=directory,
+            **arguments,
         )
         self.count = 0
         self.cold_answers: dict[tuple[int, ...], Answer] = {}

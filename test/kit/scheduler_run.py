@@ -78,13 +78,14 @@ class SchedulerRun:
         self.outputs.append(output)
 
     def aborted(self) -> list[str]:
-        """Ids of the requests that ended as aborted."""
-        return sorted(
+        """Ids of the requests that ended as aborted, whether they had begun or waited."""
+        begun = {
             rid
             for output in self.outputs
             for rid, reason in zip(getattr(output, "rids", ()), getattr(output, "finished_reasons", ()), strict=False)
             if reason and reason["type"] == "abort"
-        )
+        }
+        return sorted(begun | {output.rid for output in self.outputs if isinstance(output, AbortReq)})
 
     def run(self, script: Script) -> None:
         """SGLang's event loop until ``script`` returns None."""
