@@ -1,7 +1,7 @@
 #!/usr/bin/env python3.11
 """Random operations on the real caches beside a model of them, for as long as wanted.
 
-    tools/soak_ops.py [--steps N] [--seed N] [--core python|rust|both] [--device-only] [--json FILE]
+    tools/soak_ops.py [--steps N] [--seed N] [--core python|rust|both] [--device-only] [--jobs N] [--json FILE]
 
 (by the environment's python; see `make soak-ops`). A failure is shrunk and printed as the shortest
 program of operations that fails, with the seed that finds it again. Exit code 0: no failure; 1: a failure.
@@ -17,10 +17,46 @@ import secrets
 import sys
 import time
 import traceback
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from itertools import count
+from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
 
 # One seed's work: what has to be run again to see a failure again.
 EXAMPLES, STEPS = 8, 500
+
+
+class Outcome(NamedTuple):
+    """What one seed came to. failure: how to see it again, and the program that fails."""
+
+    core: str
+    steps: int
+    reused: int
+    failure: dict[str, str] | None
+
+
+def prepare() -> None:
+    """In every process, before SGLang is imported: it reads the platform then."""
+    os.environ["SGLANG_PLATFORM"] = "cpu_ref"
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "test"))
+    import torch
+
+    torch.set_num_threads(1)
+    # What a lost file or a full host logs is expected here.
+    logging.disable(logging.ERROR)
+
+
+def run(core: str, seed: int, device_only: bool) -> Outcome:
+    from kit.oracle_machine import run_machine
+
+    try:
+        machine = run_machine(core, examples=EXAMPLES, steps=STEPS, hicache=not device_only, seed=seed)
+    except Exception:
+        again = f"tools/soak_ops.py --seed {seed} --core {core} --steps 1{' --device-only' * device_only}"
+        return Outcome(core, 0, 0, {"again": again, "program": traceback.format_exc()})
+    return Outcome(core, machine.steps, machine.reused, None)
 
 
 def main() -> int:
@@ -29,43 +65,38 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=secrets.randbelow(1 << 31), help="default: a random one")
     parser.add_argument("--core", choices=("python", "rust", "both"), default="both", help="the tree core")
     parser.add_argument("--device-only", action="store_true", help="without host and storage")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes; default: one per core")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     args = parser.parse_args()
-    # Chooses the platform, which SGLang's modules read when they are imported.
-    os.environ["SGLANG_PLATFORM"] = "cpu_ref"
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "test"))
-    import torch
-
-    from kit.oracle_machine import run_machine
-
-    torch.set_num_threads(1)
-
-    # What a lost file or a full host logs is expected here.
-    logging.disable(logging.ERROR)
     cores = ("python", "rust") if args.core == "both" else (args.core,)
-    result = {"seed": args.seed, "steps": 0, "reused": 0, "seconds": 0.0, "failure": None}
+    steps = reused = 0
+    failure = None
     print(f"> seed {args.seed}, {args.steps:,} steps", flush=True)
-    start, seed = time.monotonic(), args.seed
-    while result["steps"] < args.steps and result["failure"] is None:
-        core = cores[(seed - args.seed) % len(cores)]
-        try:
-            machine = run_machine(core, examples=EXAMPLES, steps=STEPS, hicache=not args.device_only, seed=seed)
-        except Exception:
-            again = f"tools/soak_ops.py --seed {seed} --core {core} --steps 1{' --device-only' * args.device_only}"
-            result["failure"] = {"again": again, "program": traceback.format_exc()}
-            print(f"{traceback.format_exc()}\n> FAILED; again: {again}", flush=True)
-            break
-        finally:
-            result["seconds"] = round(time.monotonic() - start, 1)
-        result["steps"] += machine.steps
-        result["reused"] += machine.reused
-        rate = result["steps"] / result["seconds"]
-        print(f"> {result['steps']:,} steps, {result['reused']:,} reuses, {rate:.0f} steps/s, {core}", flush=True)
-        seed += 1
+    start = time.monotonic()
+    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn"), initializer=prepare) as pool:
+        seeds = count(args.seed)
+
+        def submit() -> Future[Outcome]:
+            seed = next(seeds)
+            return pool.submit(run, cores[(seed - args.seed) % len(cores)], seed, args.device_only)
+
+        running = {submit() for _ in range(args.jobs)}
+        while running:
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for outcome in (future.result() for future in done):
+                steps, reused = steps + outcome.steps, reused + outcome.reused
+                failure = failure or outcome.failure
+                rate = steps / (time.monotonic() - start)
+                print(f"> {steps:,} steps, {reused:,} reuses, {rate:.0f} steps/s, {outcome.core}", flush=True)
+                if failure is None and steps < args.steps:
+                    running.add(submit())
+    if failure is not None:
+        print(f"{failure['program']}\n> FAILED; again: {failure['again']}")
     if args.json is not None:
+        seconds = round(time.monotonic() - start, 1)
+        result = {"seed": args.seed, "steps": steps, "reused": reused, "seconds": seconds, "failure": failure}
         args.json.write_text(json.dumps(result, indent=2) + "\n")
-    return int(result["failure"] is not None)
+    return int(failure is not None)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ may part inside a page.
 from __future__ import annotations
 
 from array import array
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -44,6 +45,15 @@ def _noise(keys: torch.Tensor, width: int, salt: int) -> torch.Tensor:
     return (mixed >> 29).to(torch.int32).view(torch.uint8)
 
 
+@lru_cache(maxsize=1024)
+def _rows(path: Path, positions: range, width: int, salt: int) -> torch.Tensor:
+    """Rows of positions of ``path``, which ends with the last one's page; not to be written to."""
+    at = torch.arange(positions.start, positions.stop)
+    first = positions.start // PAGE
+    names = torch.tensor([_name(path[: page + 1]) for page in range(first, len(path))], dtype=torch.int64)
+    return _noise(names[at // PAGE - first] * PAGE + at % PAGE, width, salt)
+
+
 class Contents:
     """What the rows, tiles and pages of ``cache`` must be for given tokens."""
 
@@ -58,12 +68,10 @@ class Contents:
 
     def rows(self, stream: str, layer: int, path: Path, positions: range) -> torch.Tensor:
         """One stream's rows, in one layer, of positions of ``path``; uint8 [positions, bytes]."""
-        at = torch.arange(positions.start, positions.stop)
-        pages = range(positions.start // PAGE, -(-positions.stop // PAGE))
-        names = torch.tensor([_name(path[: page + 1]) for page in pages], dtype=torch.int64)
-        keys = names[at // PAGE - pages.start] * PAGE + at % PAGE
         shape = self.streams[stream]
-        return _noise(keys, shape.width * shape.dtype.itemsize, 100 * list(self.streams).index(stream) + layer)
+        end = -(-positions.stop // PAGE)
+        salt = 100 * list(self.streams).index(stream) + layer
+        return _rows(path[:end], positions, shape.width * shape.dtype.itemsize, salt)
 
     def ring(self, stream: str, layer: int, slot: int, positions: range) -> torch.Tensor:
         """The ring's rows of positions of ``slot``; uint8 [positions, bytes]."""
