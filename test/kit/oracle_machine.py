@@ -160,12 +160,13 @@ class OracleMachine(RuleBasedStateMachine):
                 world.tick()
 
     @precondition(lambda self: self.since_restart >= SERVER_STEPS)
-    @rule(lost=LOST, flush=st.booleans())
-    def server(self, lost: tuple[int, int, str], flush: bool) -> None:
-        """The cache is flushed, or another server takes over what is stored, and looks at what may be damaged."""
+    @rule(lost=LOST, flush=st.booleans(), pages=st.sampled_from([PAGES, PAGES, PAGES - 4]))
+    def server(self, lost: tuple[int, int, str], flush: bool, pages: int) -> None:
+        """The cache is flushed, and resized; or another server takes over what is stored, and looks at
+        what may be damaged."""
         with self.step() as world:
             if flush or not self.hicache:
-                world.flush()
+                world.flush(pages)
             else:
                 world.prefetch(world.restart(lost))
             self.since_restart = 0

@@ -239,12 +239,15 @@ class OracleSteps(OracleWorld):
         self.settle()
         self.compare()
 
-    def flush(self) -> None:
+    def flush(self, pages: int) -> None:
+        """The cache is emptied, and has ``pages`` FULL pages from now on."""
         self.idle()
         self.cache.tree.reset()
         self.cache.req_to_token_pool.clear()
-        self.cache.allocator.clear()
+        size = SimpleNamespace(full_max_total_num_tokens=pages * PAGE, swa_max_total_num_tokens=pages * PAGE)
+        self.cache.allocator.resize(size)
         self.oracle.empty()
+        self.oracle.pages = pages
 
     def restart(self, lost: tuple[int, int, str]) -> Path:
         """Another server over the same directory, where a file was damaged meanwhile: (path, pool, how).

@@ -52,6 +52,7 @@ class OracleWorld:
         self._start_server()
 
     def _start_server(self) -> None:
+        self.oracle.pages = PAGES
         self.cache = TileCache(
             self.args, core=self.core, tiles=TILES, ratios=RATIOS, publishes=True, hicache=self.hicache
         )
