@@ -143,7 +143,7 @@ def measure(core: str, nodes: tuple[int, ...] = (1_000, 10_000, 100_000), sample
             for number in range(samples):
                 for side in ("off", "on") if number % 2 else ("on", "off"):
                     found = trees[side].look(number * done // samples)
-        XX
+                    assert found == (_SYSTEM_PAGES + _OWN_PAGES) * PAGE, f"{side} found {found} tokens"
             matches = {side: list(tree.match_seconds) for side, tree in trees.items()}
             for _ in range(samples):
                 serve()
