@@ -133,14 +133,20 @@ def replay_table(report: dict[str, Any]) -> Table:
 
 def speed_table(report: dict[str, Any]) -> Table:
     table = Table(title=f"{report['core']} core, medians of {report['samples']} calls, in microseconds")
-    for heading in ("nodes off / on", "match off", "on", "ratio", "insert off", "on", "ratio"):
+    calls = ("match", "insert", "publish")
+    for heading in ("nodes off / on", *(h for call in calls for h in (f"{call} off", "on", "ratio"))):
         table.add_column(heading, justify="right")
-    for row in report["sizes"]:
+    for row in (*report["sizes"], report["branch"]):
         cells = [f"{row['nodes']['off']:,} / {row['nodes']['on']:,}"]
-        for call in ("match", "insert"):
+        for call in calls:
             times = row[call]
             cells += [f"{times[side] * 1e6:.1f}" for side in ("off", "on")] + [f"{times['ratio']:.3f}"]
         table.add_row(*cells)
+    grown = [f"{report['growth'][call][side]:.2f}" for call in calls for side in ("off", "on")]
+    table.caption = (
+        f"growth from the first size to the last, off and on: {', '.join(grown)}. "
+        "Last row: with a node more per path on the on tree, made by the tile of a branch point."
+    )
     return table
 
 
@@ -152,6 +158,7 @@ def main() -> None:
         from tree_speed import measure
 
         report = measure(args.core)
+        report["branch"] = measure(args.core, nodes=(1000,), branches=True)["sizes"][0]
         table = speed_table(report)
     else:
         report = replay_all(args)

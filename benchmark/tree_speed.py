@@ -11,7 +11,6 @@ import statistics
 import sys
 import time
 from array import array
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,15 +25,17 @@ from kit.tile_requests import TileRequest, prefill
 _SYSTEMS, _SYSTEM_PAGES, _OWN_PAGES = 8, 4, 2
 # More than the 128 tokens that the off tree computes again.
 _TAIL = 200
+_NODES = (1_000, 10_000, 100_000)
+CALLS = ("match", "insert", "publish")
 _POOLS: dict[str, Any] = {"ratios": (128,), "head": (4, 4)}
 
 
-def _prompt(number: int) -> array[int]:
-    """The tokens of one prompt; with its number below _SYSTEMS times two, a system prompt's first and second."""
+def _prompt(number: int, own_pages: int = _OWN_PAGES) -> array[int]:
+    """The tokens of one prompt; without own pages, a system prompt and a started page."""
     system, own = number % _SYSTEMS, _SYSTEMS + number
     tokens = array("q", range(system * _SYSTEM_PAGES * PAGE, (system + 1) * _SYSTEM_PAGES * PAGE))
     start = own * _SYSTEM_PAGES * PAGE
-    tokens.extend(range(start, start + _OWN_PAGES * PAGE + _TAIL))
+    tokens.extend(range(start, start + own_pages * PAGE + _TAIL))
     return tokens
 
 
@@ -51,27 +52,27 @@ class _Tree:
     def __init__(self, cache: Any) -> None:
         self.cache = cache
         self.newest = 0
-        self.match_seconds: list[float] = []
-        self.insert_seconds: list[float] = []
+        self.seconds: dict[str, list[float]] = {call: [] for call in CALLS}
         tree = cache.tree
-        tree.match_prefix = self._timed(tree.match_prefix, self.match_seconds)
-        # The publisher's insert is the tree's, and what a tile needs around it.
-        inserts = tree.tile_publisher or tree
-        inserts.insert = self._timed(inserts.insert, self.insert_seconds)
+        self._time(tree, "match_prefix", "match")
+        self._time(tree, "insert", "insert")
+        # The insert, with the mapping of the tile before it.
+        self._time(tree.tile_publisher or tree, "insert", "publish")
 
-    @staticmethod
-    def _timed(call: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
+    def _time(self, owner: Any, method: str, name: str) -> None:
+        call = getattr(owner, method)
+
         def timed(*arguments: Any) -> Any:
             begin = time.perf_counter()
             result = call(*arguments)
-            seconds.append(time.perf_counter() - begin)
+            self.seconds[name].append(time.perf_counter() - begin)
             return result
 
-        return timed
+        setattr(owner, method, timed)
 
-    def serve(self, number: int) -> None:
+    def serve(self, number: int, own_pages: int = _OWN_PAGES) -> None:
         """One request, from match to end."""
-        tokens = _prompt(number)
+        tokens = _prompt(number, own_pages)
         request = _Request(self.cache, tokens, seed=number).admit()
         if (planner := self.cache.allocator.capture_planner) is None:
             request.take_rows(len(tokens))
@@ -113,8 +114,15 @@ def _off_cache(pages: int, core: str) -> Any:
     )
 
 
-def measure(core: str, nodes: tuple[int, ...] = (1_000, 10_000, 100_000), samples: int = 500) -> dict[str, Any]:
-    """Medians at each size of the off tree, of ``samples`` matches and of as many inserts."""
+def measure(
+    core: str, nodes: tuple[int, ...] = _NODES, samples: int = 500, *, branches: bool = False
+) -> dict[str, Any]:
+    """Median seconds at each size of the off tree: of ``samples`` matches of prompts that are there, of as
+    many inserts of new ones, and of their publishing, which with the switch on first maps the tile.
+
+    Each system prompt comes first as a prompt of its own, so that both trees have the same nodes. With
+    ``branches`` none does: a tile at the branch point then makes a node that only the on tree has.
+    """
     prompts = nodes[-1] + samples * len(nodes)
     pages = prompts * _OWN_PAGES + 1000
     rows = []
@@ -131,32 +139,37 @@ def measure(core: str, nodes: tuple[int, ...] = (1_000, 10_000, 100_000), sample
                 trees[side].serve(done)
             done += 1
 
+        if not branches:
+            for tree in trees.values():
+                for system in range(_SYSTEMS):
+                    tree.serve(system, own_pages=0)
         for size in nodes:
             while trees["off"].nodes() < size:
                 for _ in range(max(1, (size - trees["off"].nodes()) // 4)):
                     serve()
             print(f"{size} nodes: {done} prompts", file=sys.stderr)
-            for tree in trees.values():
-                tree.match_seconds.clear()
-                tree.insert_seconds.clear()
             count = {side: tree.nodes() for side, tree in trees.items()}
+            for tree in trees.values():
+                for seconds in tree.seconds.values():
+                    seconds.clear()
             for number in range(samples):
                 for side in ("off", "on") if number % 2 else ("on", "off"):
                     found = trees[side].look(number * done // samples)
                     assert found == (_SYSTEM_PAGES + _OWN_PAGES) * PAGE, f"{side} found {found} tokens"
-            matches = {side: list(tree.match_seconds) for side, tree in trees.items()}
+            matches = {side: tree.seconds["match"][:] for side, tree in trees.items()}
             for _ in range(samples):
                 serve()
             rows.append(
                 {
                     "nodes": count,
                     "match": _compared(matches),
-                    "insert": _compared({side: tree.insert_seconds for side, tree in trees.items()}),
+                    **{
+                        call: _compared({side: tree.seconds[call] for side, tree in trees.items()})
+                        for call in ("insert", "publish")
+                    },
                 }
             )
-    growth = {
-        call: {side: rows[-1][call][side] / rows[0][call][side] for side in trees} for call in ("match", "insert")
-    }
+    growth = {call: {side: rows[-1][call][side] / rows[0][call][side] for side in trees} for call in CALLS}
     return {"core": core, "samples": samples, "sizes": rows, "growth": growth}
 
 
