@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -154,6 +155,8 @@ def main() -> None:
     args = arguments()
     # Before anything imports SGLang.
     os.environ["SGLANG_PLATFORM"] = "cpu_ref"
+    # SGLang's remarks on a server with these sizes, once per policy.
+    logging.disable(logging.WARNING)
     if args.tree_speed:
         from tree_speed import measure
 

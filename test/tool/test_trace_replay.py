@@ -20,11 +20,13 @@ REQUESTS = 60
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory):
-    """What the generator writes, read again from .gz."""
+    """What the generator writes, read again from .gz; then some of it twice more, cut to whole blocks."""
     path = tmp_path_factory.mktemp("trace") / "trace.jsonl.gz"
     with gzip.open(path, "wt") as file:
         file.writelines(json.dumps(line) + "\n" for line in make_trace(REQUESTS, seed=3))
-    return load_trace(path)
+    generated = load_trace(path)
+    cut = [TraceRequest(r.ids[: r.blocks], r.blocks * BLOCK) for r in generated[:8] if r.blocks]
+    return generated + cut + cut
 
 
 def expected(trace, policy):
@@ -81,6 +83,16 @@ def test_without_limits_the_replay_is_the_policy(trace, policy, core):
     found = replay(trace, Policy(policy), unlimited(trace), core=core, chunk=4 * PAGE)
     assert (found["nominal_blocks"], found["effective_blocks"], found["tiles"]) == expected(trace, policy)
     assert (found["dropped"], found["evicted_host"]) == (0, 0)
+
+
+@pytest.mark.parametrize("core", ["python", "rust"])
+def test_under_limits_the_counts_are_the_same_in_every_run(trace, core):
+    """Few pages and tiles on the device, few tiles on the host."""
+    sizes = Sizes(device_pages=130, device_tiles=10, host_pages=400, host_tiles=30)
+    found = replay(trace, Policy("last+branch+grid-2048"), sizes, core=core, chunk=4 * PAGE)
+    counts = {name: value for name, value in found.items() if isinstance(value, int)}
+    assert counts == {}
+    assert found["peak"] == {}
 
 
 def test_a_line_with_too_few_ids_is_named(tmp_path):
