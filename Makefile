@@ -1,7 +1,7 @@
 # Every target builds the environment first if needed; see tools/venv.py.
 PYTHON ?= python3.11
 
-.PHONY: help venv lock demo serve test test-ci test-parts mutants lint verify-long soak-ops soak-server bench clean
+.PHONY: help venv lock demo serve test test-ci test-parts mutants lint verify-long soak-ops soak-server bench replay clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -44,6 +44,11 @@ soak-ops: ## random operations on the caches beside a model, 10^6 of them; SOAK=
 
 bench: ## what the no-op calls of part 1 cost, stock against part 1
 	@venv=$$($(PYTHON) tools/venv.py) && $$venv/bin/python benchmark/noop_hooks.py
+
+replay: ## conversations against the real tree: reuse that is left under each placement of tiles, and their cost
+	@venv=$$($(PYTHON) tools/venv.py) && \
+	$$venv/bin/python benchmark/make_trace.py --out build/replay/trace.jsonl && \
+	$$venv/bin/python benchmark/trace_replay.py --trace build/replay/trace.jsonl --out build/replay $(REPLAY)
 
 clean: ## delete build/ and dist/
 	rm -rf build dist

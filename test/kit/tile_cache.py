@@ -29,6 +29,7 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.pool_host import base as pool_host
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.swa_bitexact import guards
+from sglang.srt.mem_cache.swa_bitexact.allocator import TileTokenToKVPoolAllocator
 from sglang.srt.mem_cache.swa_bitexact.host_stack import register_tile_stack
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
@@ -110,12 +111,14 @@ class TileCache:
         publishes: bool = False,
         hicache: bool = True,
         tp_group: torch.distributed.ProcessGroup | None = None,
+        allocator: TileTokenToKVPoolAllocator | None = None,
     ) -> None:
         """publishes: as on a server, requests publish (see TileRequest), and publish() is refused.
 
         hicache: with host pools; without, there is the device only. tp_group: ranks that decide together.
+        allocator: pools of other sizes than tile_pools(tiles=tiles, ratios=ratios).
         """
-        self.allocator = tile_pools(tiles=tiles, ratios=ratios)
+        self.allocator = allocator or tile_pools(tiles=tiles, ratios=ratios)
         if publishes:
             # Here and in check(): tests of part 2 run where later parts are missing.
             from sglang.srt.mem_cache.swa_bitexact.attach import attach_capture

@@ -40,6 +40,7 @@ class TileTokenToKVPoolAllocator(SWATokenToKVPoolAllocator):
                 layout, self.swa_attn_allocator.num_pages, self.device
             )
         kvcache.capture_pool = self.capture_pool
+        self._page_offsets = torch.arange(self.page_size, device=self.device)
 
     # Tiles ---------------------------------------------------------------------
 
@@ -84,8 +85,8 @@ class TileTokenToKVPoolAllocator(SWATokenToKVPoolAllocator):
 
     def map_tile(self, full_page: torch.Tensor, tile_id: torch.Tensor) -> None:
         """Map one page's FULL indices, int64 [page_size], to the tile, int64 [1]."""
-        offsets = torch.arange(self.page_size, device=tile_id.device)
-        self.set_full_to_swa_mapping(full_page, tile_id * self.page_size + offsets)
+        slots = torch.add(self._page_offsets, tile_id, alpha=self.page_size)
+        self.set_full_to_swa_mapping(full_page, slots)
 
     def check_tiles(self, held: Iterable[torch.Tensor]) -> None:
         """Every tile is free, mapped to one FULL page, or in ``held``, exactly once. Synchronizes.
