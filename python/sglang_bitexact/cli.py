@@ -15,6 +15,7 @@ from rich.table import Table
 
 from sglang_bitexact import __version__, patching
 from sglang_bitexact.check import Finding, check
+from sglang_bitexact.doctor import command as doctor
 from sglang_bitexact.errors import BitexactError
 from sglang_bitexact.export import Source, export, identity
 from sglang_bitexact.series import Series
@@ -104,6 +105,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub = command("verify", verify.run, verify.DESCRIPTION)
     verify.add_arguments(sub)
+    sub = command("doctor", doctor.run, doctor.DESCRIPTION)
+    doctor.add_arguments(sub)
     sub = command("serve", _serve, "Serve the tiny checkpoint on a CPU until interrupted.")
     sub.add_argument("--out", type=Path, default=Path("build/serve"), help="checkpoint and log (default: build/serve)")
     sub.add_argument("--port", type=int, default=30000)
