@@ -59,7 +59,7 @@ def make_plan(
             changed.append(f"{file.target} ({'missing' if content is None else 'changed'})")
             continue
         if differs:
-            _refuse_if_edited(content.decode(), edits, file.target)
+            refuse_if_edited(content.decode(), edits, file.target)
         edited[file.target] = apply_edits(content.decode(), edits, file.target, version).encode()
     if changed:
         raise BitexactError(
@@ -74,7 +74,7 @@ def make_plan(
     return Plan(through, edited, {name: path.read_bytes() for name, path in new.items()})
 
 
-def _refuse_if_edited(text: str, edits: tuple[Edit, ...], target: str) -> None:
+def refuse_if_edited(text: str, edits: tuple[Edit, ...], target: str) -> None:
     """Most anchors still match behind their own edit, which would then be there twice.
 
     Raises:
