@@ -89,10 +89,14 @@ def test_a_patched_tree_says_what_it_would_refuse(arguments, serve, capsys):
     assert report["environment"]["of"].startswith("process ") and report["platform"]["kind"] == "cpu_ref"
     assert report["guards"] == {
         "fire": [
-            "--pp-size is 2, but must be 1 for bit-exact reuse: stages do not agree yet on the tiles that they keep. "
-            "Start with --pp-size 1.",
-            "--hicache-write-policy is write_back, but must be write_through for bit-exact reuse: a window that is "
-            "evicted before it is written cannot be restored. Start with --hicache-write-policy write_through.",
+            (
+                "--pp-size is 2, but must be 1 for bit-exact reuse: stages do not agree yet on the tiles that they "
+                "keep. Start with --pp-size 1."
+            ),
+            (
+                "--hicache-write-policy is write_back, but must be write_through for bit-exact reuse: a window that "
+                "is evicted before it is written cannot be restored. Start with --hicache-write-policy write_through."
+            ),
         ],
         "unknown": [],
         "error": None,
