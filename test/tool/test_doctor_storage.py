@@ -104,6 +104,7 @@ def test_whole_pages_and_tiles_are_counted_by_identity(directory, doctor):
         (PAGE[1:], {"page in pieces": 1}),
         ((*PAGE[:2], *PAGE[3:]), {"page in pieces": 1}),
         ((*PAGE[:-1], *TILE), {"page without its digest": 1, "tile without its page": 1}),
+        ((*PAGE[:-1], *TILE[1:]), {"page without its digest": 1, "tile in pieces": 1}),
     ],
 )
 def test_what_is_no_part_of_a_whole_page_or_tile_is_an_orphan(directory, doctor, pools, kinds):
@@ -132,7 +133,7 @@ def test_objects_of_different_ranks_and_models_do_not_complete_each_other(direct
 
 def test_quarantined_files_and_old_leftovers_are_wrong(directory, doctor):
     directory.put(A)
-    directory.put(B, PAGE, end=".bin.quarantined", hours=0)
+    directory.put(B, PAGE, end=".bin.quarantined")
     directory.add(f".{'0' * 32}.tmp")
     directory.add(f".{'1' * 32}.tmp", hours=0.9)
     code, report = doctor()
@@ -143,6 +144,23 @@ def test_quarantined_files_and_old_leftovers_are_wrong(directory, doctor):
     )
     assert report["wrong"] == ["storage: 5 files are quarantined", "storage: 1 file is left behind half-written"]
     assert report["verdict"] == "wrong: storage: 5 files are quarantined (and 1 more)"
+    assert report["storage"]["identities"] == [{"identity": ONE, "pages": 1, "tiles": 1, "files": 14, "bytes": 140}]
+    directory.put(B, TILE)
+    assert orphans(doctor()[1]) == {"tile without its page": 1}
+
+
+@pytest.mark.parametrize(
+    ("pools", "kinds"),
+    [
+        ((*PAGE, *TILE[1:]), {"tile in pieces": 1}),
+        ((*PAGE, *TILE[:-1]), {"tile without its digest": 1}),
+        (PAGE[:-1], {"page without its digest": 1}),
+        (PAGE[1:], {"page in pieces": 1}),
+    ],
+)
+def test_anchor_window_and_digests_are_missed_even_where_none_has_them(directory, doctor, pools, kinds):
+    directory.put(A, pools)
+    assert orphans(doctor()[1]) == kinds
 
 
 def test_prune_lists_and_deletes_only_with_yes(directory, doctor):
@@ -213,7 +231,9 @@ def test_what_cannot_be_carried_out_is_said(tmp_path, capsys, arguments, words):
 def test_links_and_folders_are_left_alone(directory, doctor, tmp_path):
     outside = tmp_path / "outside"
     outside.write_text("")
-    (directory.path / f".{'0' * 32}.tmp").symlink_to(outside)
+    link = directory.path / f".{'0' * 32}.tmp"
+    link.symlink_to(outside)
+    os.utime(link, (0, 0), follow_symlinks=False)
     (directory.path / f"{A}_tiny-{ONE}.bin.quarantined").mkdir()
     code, report = doctor("--prune", "--yes")
     assert (code, report["prune"]["list"]) == (0, []) and outside.exists() and len(directory.names()) == 2

@@ -111,7 +111,10 @@ def test_commits_carry_title_reasons_and_author(series, checkout, tmp_path):
 
 
 def test_the_users_own_settings_change_nothing(series, checkout, tmp_path, monkeypatch):
+    # Line ends that a setting would change.
+    (series.root / "srt/tiles/layout.py").write_bytes(b"ROWS = 128\r\n")
     plain = export(series, Source.of(checkout), tmp_path / "plain")
+    assert b"+ROWS = 128\r\n" in plain[1].read_bytes()
     home = tmp_path / "home"
     (home / ".config/git").mkdir(parents=True)
     (home / ".config/git/ignore").write_text("tiles\n")
@@ -125,8 +128,8 @@ def test_the_users_own_settings_change_nothing(series, checkout, tmp_path, monke
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))
     again = export(series, Source.of(checkout), tmp_path / "again")
 
-    def without_date(patch: Path) -> list[str]:
-        return [line for line in patch.read_text().splitlines() if not line.startswith("Date: ")]
+    def without_date(patch: Path) -> list[bytes]:
+        return [line for line in patch.read_bytes().split(b"\n") if not line.startswith(b"Date: ")]
 
     assert [without_date(patch) for patch in again] == [without_date(patch) for patch in plain]
 

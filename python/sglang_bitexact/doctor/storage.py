@@ -193,7 +193,7 @@ def _pages(stored: Stored) -> Iterator[tuple[Orphan, Orphan]]:
     for (suffix, _), objects in sorted(pages.items()):
         page = _group(objects, PAGE_POOLS, pools[suffix], "page")
         tile = _group(objects, TILE_POOLS, pools[suffix], "tile")
-        if tile.objects and not tile.lacks and (page.lacks or not page.objects):
+        if tile.objects and not tile.lacks and page.lacks:
             tile = tile._replace(lacks="tile without its page")
         yield page, tile
 
