@@ -18,12 +18,11 @@ from kit.checkpoint import shared_checkpoint
 from kit.child import child_environment
 from kit.toy_series import make_series, make_tree
 from sglang_bitexact import cli
-from sglang_bitexact.doctor.environment import SWITCH, Environment
-from sglang_bitexact.doctor.launch import examine, request
+from sglang_bitexact.doctor.environment import SWITCH, VARIABLES, Environment
+from sglang_bitexact.doctor.launch import request
 from sglang_bitexact.doctor.probe import check_guards, plan_memory
 from sglang_bitexact.doctor.server import Server
 from sglang_bitexact.series import Series
-from sglang_bitexact.tree import Tree
 from sglang_bitexact.upstream import download, unpacked
 
 _SERVE = """
@@ -63,7 +62,9 @@ def serve() -> Iterator[Callable[..., str]]:
     def start(info: dict[str, Any], model: dict[str, Any] = _V4, **variables: str) -> str:
         command = [sys.executable, "-c", _SERVE, json.dumps([info, model])]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        process = subprocess.Popen(command, env=child_environment(**variables), **pipes)  # type: ignore[call-overload]
+        # The CPU platform sets some in this process.
+        environment = {name: value for name, value in child_environment().items() if name not in VARIABLES} | variables
+        process = subprocess.Popen(command, env=environment, **pipes)  # type: ignore[call-overload]
         started.append(process)
         return process.stdout.readline().strip()
 
@@ -83,7 +84,8 @@ def doctor(capsys, *arguments: str) -> dict[str, Any]:
 def test_a_patched_tree_says_what_it_would_refuse(arguments, serve, capsys):
     """The installed tree, and a server with the switch on; its environment is read from its process."""
     info = {**arguments, "pp_size": 2, "hicache_write_policy": "write_back", "max_total_num_tokens": 8192}
-    url = serve(info, **{SWITCH: "1", "SGLANG_PLATFORM": "cpu_ref"})
+    model = {**_V4, "model_path": str(shared_checkpoint())}
+    url = serve(info, model, **{SWITCH: "1", "SGLANG_PLATFORM": "cpu_ref"})
     report = doctor(capsys, "--url", url)
     assert report["environment"]["variables"] == {SWITCH: "1", "SGLANG_PLATFORM": "cpu_ref"}
     assert report["environment"]["of"].startswith("process ") and report["platform"]["kind"] == "cpu_ref"
@@ -102,6 +104,8 @@ def test_a_patched_tree_says_what_it_would_refuse(arguments, serve, capsys):
         "error": None,
     }
     assert report["wrong"] == report["guards"]["fire"] and report["exit_code"] == 1
+    # Four layers, two of them of ratio 4 and one of ratio 128.
+    assert (report["memory"]["tile_bytes"], report["memory"]["page_bytes"]) == (606_208, 150_016)
     assert report["server"]["holds_series"] and report["server"]["arguments"]["hicache_write_policy"] == "write_back"
 
 
@@ -151,12 +155,9 @@ def flash(**info: Any) -> Server:
     return Flash("", info, _V4, Environment("", {SWITCH: "1"}))
 
 
-def test_tiles_are_sized_as_the_server_sizes_them():
-    tree, series = Tree.find(None), Series.default()
-    environment = Environment("", {SWITCH: "1", "SGLANG_PLATFORM": "cpu_ref"})
-    launch = examine(tree.root, series.root, environment, flash())
-    assert launch.error is None
-    assert launch.memory == {
+def test_tiles_are_those_of_the_operators_page():
+    """The device's count is what the server reports, the rest is computed."""
+    assert plan_memory(request(Path(), Environment("", {SWITCH: "1"}), flash())) == {
         "tile_bytes": 6_496_256,
         "page_bytes": 1_594_624,
         "device_tiles": 768,
@@ -164,6 +165,9 @@ def test_tiles_are_sized_as_the_server_sizes_them():
         "host_tiles": 14_623,
         "planned": False,
     }
+    counted = flash(internal_states=[])
+    memory = plan_memory(request(Path(), Environment("", {SWITCH: "1"}), counted))
+    assert memory is not None and (memory["device_tiles"], memory["device_tiles_needed"]) == (768, None)
 
 
 def test_without_the_switch_tiles_are_planned():

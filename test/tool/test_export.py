@@ -13,6 +13,7 @@ from kit.toy_series import CACHE_SOURCE, make_series, make_tree
 from sglang_bitexact import cli
 from sglang_bitexact.errors import BitexactError
 from sglang_bitexact.export import Source, export, message
+from sglang_bitexact.plan import make_plan
 from sglang_bitexact.series import Series
 from sglang_bitexact.tree import Tree
 from sglang_bitexact.upstream import Wheel, download, unpacked
@@ -64,17 +65,17 @@ def test_each_of_our_patches_makes_the_files_of_the_build(tmp_path, capsys):
     assert cli.main(["export", "--out", str(tmp_path / "patches"), "--json"]) == 0
     patches = json.loads(capsys.readouterr().out)["patches"]
     assert patches == sorted(str(path) for path in (tmp_path / "patches").iterdir()) and len(patches) == 5
-    # The one file that a build changes beside: it is no file of the repository.
-    made_by_build = "sglang/_version.py"
+    released = {name: wheel.read(name) for name in wheel.names if name.startswith("sglang/")}
     for number, patch in enumerate(patches, start=1):
         git(repository, "am", "--quiet", patch)
-        built = Wheel(build(Series.default(), wheel, number, tmp_path / "dist"))
-        names = {name for name in built.names if name.startswith("sglang/") and name != made_by_build}
-        found = contents(repository / "python")
-        assert found.pop(made_by_build) == wheel.read(made_by_build)
-        assert found.keys() == names
-        assert [name for name in names if found[name] != built.read(name)] == []
-        built.path.unlink()
+        plan = make_plan(Series.default(), number, released.get, released.__contains__, wheel.version)
+        assert contents(repository / "python") == {**released, **plan.edited, **plan.added}
+    # What a build writes is this plan; once it is really built. One file names the build, and is not git's.
+    built = Wheel(build(Series.default(), wheel, 5, tmp_path / "dist"))
+    found = contents(repository / "python")
+    names = {name for name in built.names if name.startswith("sglang/")}
+    assert found.keys() == names
+    assert [name for name in sorted(names) if found[name] != built.read(name)] == ["sglang/_version.py"]
 
 
 def test_our_patches_say_what_and_why(tmp_path):
