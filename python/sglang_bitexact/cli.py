@@ -15,7 +15,9 @@ from rich.table import Table
 
 from sglang_bitexact import __version__, patching
 from sglang_bitexact.check import Finding, check
+from sglang_bitexact.doctor import command as doctor
 from sglang_bitexact.errors import BitexactError
+from sglang_bitexact.export import Source, export, identity
 from sglang_bitexact.series import Series
 from sglang_bitexact.tree import Tree
 from sglang_bitexact.upstream import PINNED_VERSION, download
@@ -76,12 +78,22 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("apply", _apply, "Patch an installed or unpacked SGLang, all or nothing.")
     through(sub)
     tree(sub)
+    sub.add_argument(
+        "--keep-local",
+        action="store_true",
+        help="also where edited files carry local changes, if every edit still has its one place; revert keeps them",
+    )
     sub.add_argument("--link", action="store_true", help="link new files to the series instead of copying them")
     sub = command("revert", _revert, "Undo apply, byte for byte; also after a kill.")
     tree(sub)
     sub.add_argument("--force", action="store_true", help="discard changes made to the patched files since")
     sub = command("status", _status, "Say whether the series is applied, and whether its files are intact.")
     tree(sub)
+    sub = command("export", _export, "Write the series as mail patches, one per part, for `git am`.")
+    series(sub)
+    sub.add_argument("--out", type=Path, required=True, help="directory of the patches")
+    sub.add_argument("--checkout", type=Path, help="make them against this checkout (default: the released files)")
+    sub.add_argument("--keep-local", action="store_true", help="as for apply: the checkout may carry local changes")
     sub = command("check", _check, "Say whether every edit still anchors in an SGLang release.")
     series(sub)
     sub.add_argument("--sglang", default=PINNED_VERSION, metavar="VERSION", help=f"default: {PINNED_VERSION}")
@@ -93,6 +105,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub = command("verify", verify.run, verify.DESCRIPTION)
     verify.add_arguments(sub)
+    sub = command("doctor", doctor.run, doctor.DESCRIPTION)
+    doctor.add_arguments(sub)
     sub = command("serve", _serve, "Serve the tiny checkpoint on a CPU until interrupted.")
     sub.add_argument("--out", type=Path, default=Path("build/serve"), help="checkpoint and log (default: build/serve)")
     sub.add_argument("--port", type=int, default=30000)
@@ -113,7 +127,8 @@ def _build(args: argparse.Namespace) -> int:
 
 def _apply(args: argparse.Namespace) -> int:
     series = _series(args)
-    done = patching.apply(Tree.locate(args.tree), series, series.check_part(args.through), link=args.link)
+    part = series.check_part(args.through)
+    done = patching.apply(Tree.locate(args.tree), series, part, link=args.link, keep_local=args.keep_local)
     return _report_status(args, done, _OK)
 
 
@@ -131,6 +146,13 @@ def _report_status(args: argparse.Namespace, found: patching.Status, code: int) 
     lines += [f"  {'changed ' if name in found.changed else ''}{name}" for name in found.files]
     _report(args, found._asdict(), "\n".join(lines))
     return code
+
+
+def _export(args: argparse.Namespace) -> int:
+    source, author = Source.of(args.checkout), identity(args.checkout)
+    patches = export(_series(args), source, args.out, author=author, keep_local=args.keep_local)
+    _report(args, {"patches": [str(path) for path in patches]}, "\n".join(map(str, patches)))
+    return _OK
 
 
 def _check(args: argparse.Namespace) -> int:

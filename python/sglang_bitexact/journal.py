@@ -70,6 +70,8 @@ class State:
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(self._root / name, copy)
             _sync(copy)
+        # In a git checkout: not listed as a change, and not deleted by `git clean`.
+        (partial / ".gitignore").write_text("*\n")
         (partial / "journal.json").write_text(journal.model_dump_json(indent=1))
         _sync(partial / "journal.json")
         partial.rename(self.directory)

@@ -40,14 +40,15 @@ def status(tree: Tree) -> Status:
     return Status("interrupted", journal.through, names, changed)
 
 
-def apply(tree: Tree, series: Series, through: int, *, link: bool = False) -> Status:
+def apply(tree: Tree, series: Series, through: int, *, link: bool = False, keep_local: bool = False) -> Status:
     """Patch the tree, all or nothing. ``link``: new files become symbolic links to the series.
 
-    Applying the same parts again does nothing.
+    keep_local: edited files may carry local changes, which ``revert`` brings back. Applying the
+    same parts again does nothing.
 
     Raises:
         BitexactError: the tree has other parts applied, was interrupted, or differs from
-            the release in a touched file; it is left as it was.
+            the release in a touched file (see ``make_plan``); it is left as it was.
     """
     before = status(tree)
     if before.condition != "not applied":
@@ -57,7 +58,7 @@ def apply(tree: Tree, series: Series, through: int, *, link: bool = False) -> St
             f"{tree.root} is in state {before.condition!r} (parts 1 to {before.through}). "
             "Run `sglang-bitexact revert` first."
         )
-    plan = make_plan(series, through, tree.read, tree.exists, tree.version)
+    plan = make_plan(series, through, tree.read, tree.exists, tree.version, keep_local=keep_local)
     contents = {**plan.edited, **plan.added}
     if tree.record is not None:
         contents[tree.record] = _updated_record(tree, plan)
@@ -169,7 +170,7 @@ def _is_current(tree: Tree, series: Series, through: int, link: bool) -> bool:
         saved = state.saved(name)
         return saved.read_bytes() if saved.is_file() else None
 
-    plan = make_plan(series, through, original, lambda name: False, tree.version)
+    plan = make_plan(series, through, original, lambda name: False, tree.version, keep_local=True)
     planned = {name: sha256(data) for name, data in {**plan.edited, **plan.added}.items()}
     applied = {file.name: file.after for file in journal.files if file.name != tree.record}
     if not link:

@@ -17,12 +17,13 @@ _IGNORED_PARTS = ("__pycache__",)
 
 
 class Part(BaseModel):
-    """One part of the series. adds: new files, relative to ``sglang/``."""
+    """One part of the series. does: for its commit. adds: new files, relative to ``sglang/``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     number: int
     title: str
+    does: str = ""
     adds: tuple[str, ...] = ()
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 from pathlib import Path
 
 from sglang_bitexact.errors import BitexactError
+from sglang_bitexact.tree_version import found_version
 from sglang_bitexact.upstream import PINNED_VERSION
 
 
@@ -18,26 +18,39 @@ class Tree:
 
     @classmethod
     def locate(cls, path: Path | None) -> Tree:
-        """The tree at ``path`` (itself, or a source checkout's ``python/``), or the installed one.
+        """The tree of ``find``, which the series can be applied to.
 
         Raises:
             BitexactError: no SGLang there, or not the pinned version.
         """
+        return cls.find(path).checked()
+
+    @classmethod
+    def find(cls, path: Path | None) -> Tree:
+        """The tree at ``path``, or the installed one.
+
+        ``path``: what holds ``sglang/`` (site-packages, a checkout's ``python/``), the checkout
+        itself, or the package. An installed tree may be an editable one: it is its checkout.
+
+        Raises:
+            BitexactError: no SGLang there.
+        """
         if path is None:
-            return cls(_installed())._checked()
-        for root in (path, path / "python"):
-            if (root / "sglang" / "__init__.py").is_file():
-                return cls(root.resolve())._checked()
+            return cls(_installed())
+        for root in (path, path / "python", path.parent):
+            if (root / "sglang" / "__init__.py").is_file() and (root != path.parent or path.name == "sglang"):
+                return cls(root.resolve())
         raise BitexactError(f"{path} holds no sglang package (no sglang/__init__.py, no python/sglang/__init__.py)")
 
-    def _checked(self) -> Tree:
+    def checked(self) -> Tree:
+        """This tree; BitexactError if it is another release, or holds the series since its build."""
         found = self.version
         if found.startswith(f"{PINNED_VERSION}+bitexact."):
             raise BitexactError(
                 f"{self.root} was installed from a wheel that holds the series already ({found}). "
                 f"To go back: pip install --no-deps sglang=={PINNED_VERSION}"
             )
-        if found != PINNED_VERSION:
+        if found.partition("+")[0] != PINNED_VERSION:
             raise BitexactError(
                 f"{self.root} is sglang {found}, the series is made for {PINNED_VERSION}. "
                 f"Install that version; `sglang-bitexact check --sglang {found}` says what would have to change."
@@ -46,15 +59,12 @@ class Tree:
 
     @property
     def version(self) -> str:
-        """From ``_version.py`` if the tree has it (wheels do), else the pinned one is assumed.
+        """The release that this tree is; the pinned one where it does not say.
 
-        A source checkout has no version file; the checksums of the edited files decide there.
+        A checkout between two releases does not, nor does one without tags: there the checksums
+        of the edited files decide.
         """
-        file = self.root / "sglang" / "_version.py"
-        if not file.is_file():
-            return PINNED_VERSION
-        match = re.search(r"^__version__ = version = '([^']+)'", file.read_text(), re.MULTILINE)
-        return match.group(1) if match else "unknown"
+        return found_version(self.root) or PINNED_VERSION
 
     def read(self, name: str) -> bytes | None:
         path = self.root / name
@@ -66,7 +76,7 @@ class Tree:
     @property
     def record(self) -> str | None:
         """Path of the RECORD of this sglang below ``root``, or None in a source checkout."""
-        found = sorted(self.root.glob(f"sglang-{PINNED_VERSION}.dist-info/RECORD"))
+        found = sorted(self.root.glob(f"sglang-{self.version}.dist-info/RECORD"))
         return found[0].relative_to(self.root).as_posix() if found else None
 
     def bytecode(self, name: str) -> list[str]:

@@ -57,6 +57,10 @@ class Wheel:
     def read(self, name: str) -> bytes:
         return self._archive.read(name)
 
+    def find(self, name: str) -> bytes | None:
+        """As ``read``; None where there is no such file."""
+        return self.read(name) if name in self.names else None
+
     def unpack(self, directory: Path) -> None:
         """Extract everything below ``directory``, with the default modes of new files."""
         self._archive.extractall(directory)

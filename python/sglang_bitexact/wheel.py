@@ -8,7 +8,6 @@ import hashlib
 import io
 import json
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 from sglang_bitexact.plan import Plan, make_plan
@@ -27,7 +26,7 @@ def build(series: Series, wheel: Wheel, through: int, destination: Path) -> Path
     Raises:
         BitexactError: an edit does not anchor (see ``make_plan``); nothing is written.
     """
-    plan = make_plan(series, through, _reader(wheel), wheel.names.__contains__, wheel.version)
+    plan = make_plan(series, through, wheel.find, wheel.names.__contains__, wheel.version)
     version = f"{wheel.version}+{plan.version}"
     contents = _contents(wheel, plan, version)
     destination.mkdir(parents=True, exist_ok=True)
@@ -41,10 +40,6 @@ def build(series: Series, wheel: Wheel, through: int, destination: Path) -> Path
             archive.writestr(entry, data)
     partial.replace(path)
     return path
-
-
-def _reader(wheel: Wheel) -> Callable[[str], bytes | None]:
-    return lambda name: wheel.read(name) if name in wheel.names else None
 
 
 def _contents(wheel: Wheel, plan: Plan, version: str) -> dict[str, tuple[bytes, int]]:

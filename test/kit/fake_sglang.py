@@ -92,6 +92,9 @@ class FakeSglang:
             "enable_deterministic_inference": self.follows_sampling_seed,
         }
 
+    def model_info(self) -> dict[str, Any]:
+        return {"model_type": self.model_type, "model_path": "/nowhere"}
+
 
 def _pages(namespace: str, tokens: Sequence[int]) -> Iterator[tuple[str, bytes]]:
     digest = hashlib.sha256()
@@ -118,7 +121,7 @@ def serving(fake: FakeSglang) -> Iterator[str]:
 
         def do_GET(self) -> None:
             if self.path == "/model_info":
-                self._answer({"model_type": fake.model_type, "model_path": "/nowhere"})
+                self._answer(fake.model_info())
             else:
                 self._answer(fake.server_info())
 

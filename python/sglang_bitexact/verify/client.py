@@ -45,8 +45,9 @@ class Sampling(NamedTuple):
 class Client:
     """Requests to the server at ``url``; may be used by several threads at once."""
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
+    def __init__(self, url: str, api_key: str | None = None, *, timeout_s: float = _TIMEOUT_S) -> None:
         self._url = url.rstrip("/")
+        self._timeout_s = timeout_s
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._local = threading.local()
 
@@ -83,12 +84,30 @@ class Client:
         """Empty the device and the host tier, once nothing runs; storage keeps its files."""
         self._call("POST", "/flush_cache?timeout=60")
 
+    def server_info(self) -> dict[str, Any]:
+        """Resolved arguments, and the schedulers' state."""
+        return self._object("/server_info")
+
+    def model_info(self) -> dict[str, Any]:
+        return self._object("/model_info")
+
+    def _object(self, path: str) -> dict[str, Any]:
+        """Raises BitexactError if the answer is no JSON object."""
+        answer = self._call("GET", path)
+        try:
+            content = answer.json()
+        except ValueError:
+            content = None
+        if not isinstance(content, dict):
+            raise BitexactError(f"{self._url}{path} answered {answer.text[:100]!r}: this is no SGLang server.")
+        return content
+
     def facts(self) -> Facts:
         """Raises BitexactError if there is no SGLang with DeepSeek-V4 behind the address."""
-        model = self._call("GET", "/model_info").json()
+        model = self.model_info()
         if model.get("model_type") != "deepseek_v4":
             raise BitexactError(f"{self._url} serves model type {model.get('model_type')!r}; expected 'deepseek_v4'.")
-        server = self._call("GET", "/server_info").json()
+        server = self.server_info()
         return Facts(
             version=str(server.get("version")),
             page_size=int(server.get("page_size") or 256),
@@ -104,7 +123,7 @@ class Client:
         url = self._url + path
         try:
             response: requests.Response = self._local.session.request(
-                method, url, timeout=_TIMEOUT_S, headers=self._headers, **arguments
+                method, url, timeout=self._timeout_s, headers=self._headers, **arguments
             )
         except (requests.RequestException, ValueError) as error:
             raise BitexactError(f"{url} cannot be reached: {error}. Is the server up, and --url right?") from error
