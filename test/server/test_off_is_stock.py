@@ -106,8 +106,8 @@ def test_with_the_flag_on_the_first_parts_refuse_to_start(checkpoint, tmp_path):
         server.start()
     log = (tmp_path / "server.log").read_text()
     assert log.rstrip().splitlines()[-1] == (
-        "ValueError: SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE is on, and this build holds the first parts of the series "
+        "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE is on, and this build holds the first parts of the series "
         "only: it would capture windows, and not restore them. Build with all parts, or unset "
         "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE."
     )
-    assert log.count("Traceback") == 1
+    assert "Traceback" not in log

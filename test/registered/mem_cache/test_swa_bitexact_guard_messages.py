@@ -48,6 +48,7 @@ PLAIN = LaunchConfig(
     flashmla_backend="unified_kv_triton",
     online_c128=False,
     prefill_graph="disabled",
+    unwritable_storage=None,
 )
 
 _RINGS = "no other model keeps its windows in unified_kv rings. Serve DeepSeek-V4."
@@ -208,6 +209,14 @@ _CASES = [
             *("aibrix", "dynamic", "eic", "hf3fs", "npu_memcache"),
             *("seaweedfs", "shm", "sim", "simm", "tensorcast"),
         )
+    ),
+    (
+        {"unwritable_storage": "/proc/l3 (No such file or directory)"},
+        (
+            "--file-storage-path is /proc/l3 (No such file or directory), but must be a directory that can be written "
+            "for bit-exact reuse: windows are stored there with their pages. Give another --file-storage-path, or "
+            "make this one writable."
+        ),
     ),
 ]
 

@@ -23,6 +23,7 @@ from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler as assembler
 from sglang.srt.mem_cache.swa_bitexact import host_stack
 from sglang.srt.mem_cache.swa_bitexact.enabled import swa_allocator_class
 from sglang.srt.mem_cache.swa_bitexact.host_stack import TileStackStrategy, register_tile_stack
+from sglang.srt.mem_cache.swa_bitexact.launch_error import LaunchError
 from sglang.srt.mem_cache.swa_bitexact.layout import TileLayout
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -151,10 +152,21 @@ class TestStack(CustomTestCase):
             with server_context(hicache_swa_host_tile_fraction=fraction) as args, TileCache(args) as cache:
                 self.assertEqual(cache.tree.host_pool_group.get_pool(PoolName.SWA).num_host_pages, tiles)
 
-    def test_tiles_that_do_not_fit_are_refused(self):
-        # 0.9 of 4 MB is less than 7 tiles of 606,208 B.
+    def test_pools_that_do_not_fit_are_refused_before_they_are_made(self):
         self.enterContext(mock.patch.object(host_stack, "available_host_memory_bytes", return_value=4_000_000))
-        with server_context() as args, self.assertRaisesRegex(ValueError, "^7 host tiles .* do not fit"):
+        for size, wanted in (({}, "0.01"), ({"hicache_size": 100}, "200.00"), ({"hicache_ratio": 1e6}, "[0-9]{4}[.]")):
+            with (
+                self.subTest(size),
+                server_context(**size) as args,
+                self.assertRaisesRegex(LaunchError, f"tiles want {wanted}.*, but 0.00 GB are free.*--hicache-ratio"),
+            ):
+                TileCache(args)
+
+    def test_tiles_that_do_not_fit_beside_the_rows_are_refused(self):
+        # 0.9 of 4 MB is less than 7 tiles of 606,208 B.
+        free = [1 << 40, 4_000_000]
+        self.enterContext(mock.patch.object(host_stack, "available_host_memory_bytes", side_effect=free))
+        with server_context() as args, self.assertRaisesRegex(LaunchError, "^7 host tiles .* do not fit"):
             TileCache(args)
 
     def test_fp8_is_refused_before_anything_is_built(self):

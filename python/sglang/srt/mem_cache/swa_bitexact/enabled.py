@@ -5,6 +5,7 @@ The only module of the package that a server without the feature imports.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from sglang.srt.environ import envs
@@ -26,6 +27,16 @@ def bit_exact_enabled() -> bool:
         and get_disagg().disaggregation_mode != "decode"
         and not get_memory().disable_radix_cache
     )
+
+
+def refusal() -> str | None:
+    """The message, if the exception that is being handled refuses this launch; None otherwise."""
+    if not envs.SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE.get():
+        return None
+    from sglang.srt.mem_cache.swa_bitexact.launch_error import LaunchError
+
+    error = sys.exc_info()[1]
+    return str(error) if isinstance(error, LaunchError) else None
 
 
 def pool_configurator_class(stock: type) -> type:

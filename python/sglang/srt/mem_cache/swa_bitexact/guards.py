@@ -13,10 +13,13 @@ from sglang.srt.mem_cache.swa_bitexact.launch_config import (
     DEEPSEEK_V4,
     LaunchConfig,
 )
+from sglang.srt.mem_cache.swa_bitexact.launch_error import (
+    LaunchError,
+    end_without_traceback,
+)
 from sglang.srt.model_executor.cuda_graph_config import Backend
 
 logger = logging.getLogger(__name__)
-
 FLAG = "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE"
 
 # Storage backends with the batch v2 interface for every side pool that a tile needs, which
@@ -228,6 +231,13 @@ GUARDS = (
         ),
         "Start with --hicache-storage-backend file",
     ),
+    Guard(
+        "--file-storage-path",
+        "a directory that can be written",
+        "windows are stored there with their pages",
+        lambda c: c.unwritable_storage,
+        "Give another --file-storage-path, or make this one writable",
+    ),
 )
 
 
@@ -254,11 +264,11 @@ def problems(config: LaunchConfig) -> list[str]:
 def check_bit_exact(server_args: Any) -> None:
     """Refuse a launch that cannot be bit-exact; without the flag, do nothing.
 
-    Call once, in the main process, when ``server_args`` is resolved. Writes log lines
-    only. A PD decode node passes with one: it keeps stock matching.
+    Call once, in the main process, when ``server_args`` is resolved. A PD decode node
+    passes with a log line: it keeps stock matching.
 
     Raises:
-        ValueError: all problems of the launch, and what to change about each.
+        LaunchError: all problems of the launch, and what to change about each.
     """
     if not envs.SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE.get():
         return
@@ -271,13 +281,15 @@ def check_bit_exact(server_args: Any) -> None:
         return
     config = LaunchConfig.of(server_args)
     if found := problems(config):
-        raise ValueError(
+        end_without_traceback()
+        raise LaunchError(
             f"{FLAG} is on, and this launch cannot be bit-exact:\n- "
             + "\n- ".join(found)
             + f"\nChange {'this' if len(found) == 1 else 'these'}, or unset {FLAG}."
         )
     if not _is_complete():
-        raise ValueError(
+        end_without_traceback()
+        raise LaunchError(
             f"{FLAG} is on, and this build holds the first parts of the series only: it "
             f"would capture windows, and not restore them. Build with all parts, or unset "
             f"{FLAG}."

@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.pool_host.group import HostPoolGroup, PoolEntry
 from sglang.srt.mem_cache.swa_bitexact.evict import evict_tiles
 from sglang.srt.mem_cache.swa_bitexact.storage_digests import StorageDigests
 from sglang.srt.mem_cache.swa_bitexact.tile_budget import (
+    check_host_memory,
     check_host_tiles,
     host_bytes_per_ratio,
     host_tiles,
@@ -80,7 +81,7 @@ class TileStackStrategy(assembler._DeepSeekV4Strategy):
 
         Raises:
             NotImplementedError: the rings are fp8.
-            ValueError: the tiles do not fit, or what attaching the backend raises.
+            LaunchError: the tiles do not fit. Besides, what attaching the backend raises.
         """
         from sglang.srt.mem_cache.swa_bitexact.identity import storage_identity
 
@@ -153,6 +154,19 @@ def bytes_per_ratio(params: CacheInitParams) -> int:
     pages = -(-allocator.size_full // params.page_size)
     return host_bytes_per_ratio(
         pages * per_page, get_memory().hicache_swa_host_tile_fraction
+    )
+
+
+def check_host_pools(params: CacheInitParams) -> None:
+    """Refuse, by a LaunchError, host pools that do not fit: SGLang would fail where it makes them."""
+    memory, share = get_memory(), get_memory().hicache_swa_host_tile_fraction
+    needed = int(memory.hicache_ratio * bytes_per_ratio(params))
+    if memory.hicache_size > 0:
+        needed = host_bytes_per_ratio(int(memory.hicache_size * 1e9), share)
+    check_host_memory(
+        needed,
+        available_bytes=available_host_memory_bytes(allow_cgroup_fallback=True),
+        ranks=ranks_per_host(),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -23,6 +25,7 @@ class LaunchConfig:
     checkpoint: in words. unified_kv, unified_kv_fp8: what SGLang's gates say.
     flashmla_backend, online_c128: SGLANG_HACK_FLASHMLA_BACKEND and
     SGLANG_OPT_USE_ONLINE_COMPRESS. prefill_graph: the prefill CUDA graph's backend.
+    unwritable_storage: the file backend's directory, and why nothing can be stored there.
     """
 
     page_size: int
@@ -56,10 +59,12 @@ class LaunchConfig:
     flashmla_backend: str
     online_c128: bool
     prefill_graph: str
+    unwritable_storage: str | None
 
     @classmethod
     def of(cls, server_args: Any) -> LaunchConfig:
-        """Of resolved server arguments; reads the model's config file."""
+        """Of resolved server arguments; reads the model's config file, and makes the file
+        backend's directory, as the backend would."""
         cfg = resolving_view(server_args)
         elsewhere = {
             "checkpoint": _checkpoint(model_config_of(server_args).hf_config),
@@ -68,9 +73,37 @@ class LaunchConfig:
             "flashmla_backend": envs.SGLANG_HACK_FLASHMLA_BACKEND.get(),
             "online_c128": envs.SGLANG_OPT_USE_ONLINE_COMPRESS.get(),
             "prefill_graph": cfg.cuda_graph_config.prefill.backend,
+            "unwritable_storage": _unwritable_storage(cfg),
         }
         arguments = {f.name for f in fields(cls)} - elsewhere.keys()
         return cls(**elsewhere, **{name: getattr(cfg, name) for name in arguments})
+
+
+def _unwritable_storage(cfg: Any) -> str | None:
+    """Example: "/proc/l3 (No such file or directory)"."""
+    if not cfg.enable_hierarchical_cache or cfg.hicache_storage_backend != "file":
+        return None
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import (
+        HybridCacheController,
+    )
+
+    extra = HybridCacheController.parse_storage_backend_extra_config(
+        cfg.hicache_storage_backend_extra_config
+    )[0]
+    # In the order in which SGLang looks; its default can always be made.
+    directory = (
+        envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.get()
+        or (extra or {}).get("file_storage_path")
+        or cfg.file_storage_path
+    )
+    if not directory:
+        return None
+    try:
+        os.makedirs(directory, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return None
+    except OSError as error:
+        return f"{directory} ({error.strerror})"
 
 
 def _checkpoint(hf_config: Any) -> str:

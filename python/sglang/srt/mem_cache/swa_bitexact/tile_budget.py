@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from sglang.srt.mem_cache.swa_bitexact.launch_error import LaunchError
+
 # Pinning this much host memory takes long enough that an operator wonders.
 SLOW_START_BYTES = 16 * 10**9
 # Above this share of what is free the host has nothing left for anything else.
@@ -45,12 +47,12 @@ def check_device_tiles(
     step fills its own and the step before it is still in flight.
 
     Raises:
-        ValueError: names the sizes and what to change.
+        LaunchError: names the sizes and what to change.
     """
     needed = max_running_requests + 2 * step_tiles
     if tiles >= needed:
         return
-    raise ValueError(
+    raise LaunchError(
         f"The capture pool holds {tiles} tiles of {tile_bytes / 2**20:.2f} MiB "
         f"({fraction:.3g} of KV memory), but {needed} are needed: one for each of "
         f"{max_running_requests} running requests and twice the {step_tiles} that one step "
@@ -77,6 +79,24 @@ def host_bytes_per_ratio(full_bytes: int, fraction: float) -> int:
     return int(full_bytes / (1 - fraction))
 
 
+def check_host_memory(needed: int, *, available_bytes: int, ranks: int) -> None:
+    """Refuse host pools, of ``needed`` bytes per rank with their tiles, that do not fit.
+
+    Example: 512 GB free, 8 ranks: each may take 0.9 x 64 GB = 57.6 GB.
+
+    Raises:
+        LaunchError: names the sizes and what to change.
+    """
+    limit = HOST_LIMIT * available_bytes / ranks
+    if needed > limit:
+        raise LaunchError(
+            f"HiCache and its tiles want {needed / 1e9:.2f} GB of host memory per rank "
+            f"({ranks} ranks on this host), but {available_bytes / 1e9:.2f} GB are free, of "
+            f"which a rank may take {limit / 1e9:.2f} GB. Lower --hicache-ratio, or "
+            f"--hicache-size, or --hicache-swa-host-tile-fraction."
+        )
+
+
 def check_host_tiles(
     tiles: int,
     *,
@@ -97,7 +117,7 @@ def check_host_tiles(
     which 8_866 tiles are. Of these 2_463 are 16 GB and warned of for their start-up time.
 
     Raises:
-        ValueError: names the sizes and what to change.
+        LaunchError: names the sizes and what to change.
     """
     needed = tiles * tile_bytes
     limit = HOST_LIMIT * available_bytes / ranks
@@ -107,13 +127,13 @@ def check_host_tiles(
         f"page stride {stride})"
     )
     if tiles < 1:
-        raise ValueError(
+        raise LaunchError(
             f"{size}: no window could reach the host. Beside {full_bytes / 1e9:.2f} GB of "
             f"compressed rows, --hicache-swa-host-tile-fraction {fraction:.3g} leaves less "
             f"than one tile. Raise it, or raise --hicache-ratio."
         )
     if needed > limit:
-        raise ValueError(
+        raise LaunchError(
             f"{size} do not fit: {available_bytes / 1e9:.2f} GB of host memory are free, of "
             f"which a rank may take {limit / 1e9:.2f} GB. Lower "
             f"--hicache-swa-host-tile-fraction ({fraction:.3g}) or --hicache-ratio, or run "
