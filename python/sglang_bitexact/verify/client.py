@@ -69,7 +69,10 @@ class Client:
         body = {**self._body(prompt, namespace, sampling), "stream": True}
         with self._call("POST", "/generate", json=body, stream=True) as answer:
             if after_first:
-                next(answer.iter_content(chunk_size=64), None)
+                try:
+                    next(answer.iter_content(chunk_size=64), None)
+                except requests.RequestException as error:
+                    raise BitexactError(f"{self._url} hung up first: {error}") from error
 
     def _body(self, prompt: Sequence[int], namespace: str, sampling: Sampling) -> dict[str, Any]:
         return {
