@@ -60,7 +60,9 @@ def _blocks(texts: list[tuple[str, int]]) -> list[tuple[str, ...]]:
 
     Example, texts of 700 and 100 tokens: ("a 512"), ("a 700", "b 100"): the last block is not whole.
     """
-    found, before, pieces = [], 0, []
+    found: list[tuple[str, ...]] = []
+    pieces: list[str] = []
+    before = 0
     for name, tokens in texts:
         for end in range(before // BLOCK * BLOCK + BLOCK, before + tokens + 1, BLOCK):
             found.append((*pieces, f"{name} {end - before}"))

@@ -35,7 +35,7 @@ def load_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
     Raises:
         ValueError: names the line whose ids are fewer than its blocks.
     """
-    requests = []
+    requests: list[TraceRequest] = []
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
         for number, line in enumerate(lines, 1):
             if len(requests) == limit:

@@ -125,7 +125,7 @@ def measure(
     """
     prompts = nodes[-1] + samples * len(nodes)
     pages = prompts * _OWN_PAGES + 1000
-    rows = []
+    rows: list[dict[str, Any]] = []
     with server_context(hicache_swa_offload_page_stride=0) as args:
         pools = tile_pools(pages=pages, tiles=prompts + 100, **_POOLS)
         on = TileCache(args, core=core, publishes=True, hicache=False, allocator=pools)
