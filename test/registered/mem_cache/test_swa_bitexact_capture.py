@@ -63,7 +63,7 @@ def test_tiles_equal_an_uninterrupted_run(scenario):
         }
     else:
         assert found["retractions"] == 6
-        assert found["aborted"] == ["gone"]
+        assert found["aborted"] == ["cut", "gone"]
         assert kinds == {"prefill": 25, "decode": 4}
 
 
