@@ -28,7 +28,7 @@ test-parts: ## every part on its own: build the series up to it and run its test
 	@venv=$$($(PYTHON) tools/venv.py) && $$venv/bin/python tools/test_parts.py
 
 mutants: ## break the feature in listed ways, one at a time: does a test notice each?
-	@venv=$$($(PYTHON) tools/venv.py) && $$venv/bin/python tools/mutants.py
+	@venv=$$($(PYTHON) tools/venv.py) && $$venv/bin/python tools/mutants.py $(MUTANTS)
 
 lint: ## ruff, mypy, codespell
 	@venv=$$($(PYTHON) tools/venv.py) && PATH=$$venv/bin:$$PATH $$venv/bin/python -m pre_commit run --all-files
