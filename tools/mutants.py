@@ -42,8 +42,7 @@ from sglang_bitexact.upstream import Wheel, cache_directory, download, unpacked
 ROOT = Path(__file__).resolve().parent.parent
 LIST = ROOT / "tools/mutants.yaml"
 TESTS = ROOT / "test"
-# The slowest selection takes a minute on an idle core.
-_LIMIT_S = 600
+_LIMIT_S = 600  # The slowest selection takes a minute on an idle core.
 # A mutant that ends in one of these does not misbehave: it is no Python that could have been written.
 _MISTAKES = ("ImportError", "NameError", "NotImplementedError", "SyntaxError", "TypeError", "UnboundLocalError")
 # One thread per test process: as many processes as cores run at once.
