@@ -91,7 +91,7 @@ class Configuration:
 def long_configurations() -> list[Configuration]:
     """Every two settings met at least once with the switch on, most of them twice; then off and stock."""
     backwards = {name: tuple(reversed(values)) for name, values in FACTORS.items()}
-    rows = [*all_pairs(FACTORS, can_show), *all_pairs(backwards, can_show)[:8]]
+    rows = [*all_pairs(FACTORS, can_show), *all_pairs(backwards, can_show)[:10]]
     on = [Configuration(f"on-{number:02}", "on", **row) for number, row in enumerate(rows)]
     calm = [configuration for configuration in on if configuration.pressure != "retract"]
     # Stock resumes a retracted request from stale windows: its cold runs would differ too.
