@@ -37,7 +37,9 @@ from sglang_bitexact.verify.client import Client, Sampling
 from sglang_bitexact.verify.long import built_trees
 from sglang_bitexact.verify.matrix import Configuration
 
-_PROMPTS, _ROOTS = 32, 6
+# More than device and host hold together, so that storage is read.
+_PROMPTS, _ROOTS = 48, 24
+_HOST_RATIO = "1.5"
 _SAMPLING = Sampling(new_tokens=8)
 _CONFIGURATION = Configuration("soak", "on", chunk=512, concurrency=12, poison=True)
 _ENVIRONMENT = {
@@ -70,7 +72,7 @@ class Soak:
     def __post_init__(self) -> None:
         draw = random.Random(self.seed)
         for number in range(_PROMPTS):
-            root = stream(f"soak {self.seed} root {number % _ROOTS}", draw.randint(1, 1400), self.vocab)
+            root = stream(f"soak {self.seed} root {number % _ROOTS}", draw.randint(600, 1600), self.vocab)
             self.prompts.append([*root, *stream(f"soak {self.seed} tail {number}", draw.randint(1, 300), self.vocab)])
         self._lock = threading.Lock()
 
@@ -198,7 +200,7 @@ def soak(out: Path, minutes: float, clients: int, seed: int) -> dict[str, Any]:
     storage = out / "l3"
     storage.mkdir(parents=True, exist_ok=True)
     checkpoint = make_checkpoint(out.parent / "checkpoint")
-    arguments = [*_CONFIGURATION.arguments(str(storage)), "--enable-metrics"]
+    arguments = [*_CONFIGURATION.arguments(str(storage)), "--hicache-ratio", _HOST_RATIO, "--enable-metrics"]
     environment = {**_CONFIGURATION.environment(), **_ENVIRONMENT}
     tree = built_trees(out.parent / "dist")["on"]
     with Server(checkpoint, arguments, out / "server.log", tree=tree, environment=environment) as server:
@@ -217,6 +219,11 @@ def _report(run: Soak, left: dict[str, float], log: str) -> dict[str, Any]:
     wrong = [*run.differing[:5], *run.failures[:5]]
     wrong += [f"{name} is {value} after a flush" for name, value in left.items() if value]
     wrong += [f"{name} is no metric of the server" for name in _LEFT if name not in left and not run.failures]
+    quarantined = len(re.findall(r"It is quarantined", log))
+    if not (
+        quarantined and run.counts["hits_in_device"] and run.counts["hits_in_host"] and run.counts["hits_in_storage"]
+    ):
+        wrong.append("not every tier was hit, or no changed byte was met: run it longer")
     if run.growth() > _MOST_GROWTH:
         wrong.append(f"memory grew by {run.growth():.1%}, expected at most {_MOST_GROWTH:.0%}")
     if "Traceback" in log:
@@ -226,7 +233,7 @@ def _report(run: Soak, left: dict[str, float], log: str) -> dict[str, Any]:
         "seconds": run.seconds,
         **dict(sorted(run.counts.items())),
         "differing": len(run.differing),
-        "quarantined": len(re.findall(r"It is quarantined", log)),
+        "quarantined": quarantined,
         "memory_mib": [round(value / 2**20) for value in run.memory],
         "memory_growth": round(run.growth(), 4),
         "left_in_pools": left,
