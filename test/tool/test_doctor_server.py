@@ -48,6 +48,7 @@ def arguments() -> dict[str, Any]:
     reported = Server("", info, {}, Environment("", None))
     # Every argument that the guards look at is one that a server reports, under its name.
     elsewhere = {"checkpoint", "unified_kv", "unified_kv_fp8", "flashmla_backend", "online_c128", "prefill_graph"}
+    elsewhere.add("unwritable_storage")
     names = vars(config).keys() - elsewhere
     assert {name: info[name] for name in names} == {name: getattr(config, name) for name in names}
     assert reported.prefill_graph == config.prefill_graph

@@ -48,6 +48,9 @@ def check_guards(request: dict[str, Any]) -> dict[str, list[str]]:
         known["unified_kv_fp8"] = unified_kv_gate.is_unified_kv_fp8()
         known["flashmla_backend"] = envs.SGLANG_HACK_FLASHMLA_BACKEND.get()
         known["online_c128"] = envs.SGLANG_OPT_USE_ONLINE_COMPRESS.get()
+    if request["arguments"]:
+        # A server that runs has made its directory.
+        known["unwritable_storage"] = None
     if known.get("disaggregation_mode") == "decode":
         # It starts, and keeps stock matching.
         return {"fire": [], "unknown": []}
