@@ -5,14 +5,12 @@ The real scheduler, model, tree and storage run in a process of their own; see k
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 
 import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 
-from kit.child import child_environment
+from kit.child import child_result
 
 register_cpu_ci(est_time=120, suite="base-a-test-cpu")
 
@@ -30,15 +28,7 @@ REUSED = {
 
 @pytest.fixture(scope="module", params=["overlap", pytest.param("no-overlap", marks=pytest.mark.ci)])
 def found(request):
-    done = subprocess.run(
-        [sys.executable, "-m", "kit.abort_oracle", request.param],
-        env=child_environment(),
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return child_result("kit.abort_oracle", request.param)
 
 
 def test_every_stage_is_aborted_and_what_was_cached_is_reused(found):

@@ -5,37 +5,21 @@ The real scheduler, model and backend serve; see kit/capture_oracle.py for what 
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 
 import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 
-from kit.child import child_environment
+from kit.child import child_result
 
 register_cpu_ci(est_time=240, suite="base-a-test-cpu")
 
 _BOTH, _WINDOW = "window and state on both sides of the cut", "window on both sides of the cut"
 
 
-def oracle(scenario):
-    """A process of its own: SGLang's globals take one model per process."""
-    environment = child_environment()
-    done = subprocess.run(
-        [sys.executable, "-m", "kit.capture_oracle", scenario],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 @pytest.mark.parametrize("scenario", ["whole", "odd_chunks", "mixed", "mixed_overlap", "retract"])
 def test_tiles_equal_an_uninterrupted_run(scenario):
-    found = oracle(scenario)
+    found = child_result("kit.capture_oracle", scenario)
     assert found["wrong"] == []
     assert found["tiles_left"] == found["tiles"] == 46
     assert found["counters"]["dropped"] == 0

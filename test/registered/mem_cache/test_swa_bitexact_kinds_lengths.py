@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +10,7 @@ from sglang.srt.mem_cache.swa_bitexact.capture import _ring_buffers, ring_addres
 from sglang.srt.mem_cache.swa_bitexact.coupling import state_couplings
 from sglang.test.ci.ci_register import register_cpu_ci
 
+from kit.child import child_result
 from kit.existing_tests import missing_tests
 from kit.tile_cache import server_context
 from kit.tile_pools import PAGE, tile_pools
@@ -21,7 +18,6 @@ from kit.tile_pools import PAGE, tile_pools
 register_cpu_ci(est_time=60, suite="base-a-test-cpu")
 
 P = PAGE
-_TEST = Path(__file__).resolve().parents[2]
 
 _REPEATED = "test_no_repeated_request_answers_differently"
 # By kind, the tests.
@@ -55,12 +51,8 @@ def test_the_tests_of_the_table_are_there():
 
 
 def test_no_repeated_request_answers_differently():
-    """See kit/repeat_oracle.py; a process of its own, since SGLang's globals take one model per process."""
-    environment = {**os.environ, "PYTHONPATH": str(_TEST), "SGLANG_PLATFORM": "cpu_ref"}
-    command = [sys.executable, "-m", "kit.repeat_oracle"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    """See kit/repeat_oracle.py."""
+    found = child_result("kit.repeat_oracle", timeout_s=600)
     assert found["different"] == []
     assert found["refused"] == 0
     # 257, 383 to 385 and 511 to 513 tokens: whole pages, without the last token. The six shorter have none.

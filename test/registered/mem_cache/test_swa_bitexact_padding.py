@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 
 import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 
-from kit.child import child_environment
+from kit.child import child_result
 
 register_cpu_ci(est_time=30, suite="base-a-test-cpu")
 
@@ -17,16 +15,7 @@ _DECODE, _EXTEND = ["decode_states", "decode_windows"], ["state_rows", "window_r
 
 
 def test_tiles_of_padded_steps_equal_those_of_plain_steps():
-    """A process of its own: SGLang's globals take one model per process."""
-    done = subprocess.run(
-        [sys.executable, "-m", "kit.padded_steps"],
-        env=child_environment(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = child_result("kit.padded_steps", timeout_s=600)
     assert found["boundaries"] == [256, 512]
     assert found["plain_decode_hooks"] == _DECODE
     # The step to 512 ran as an extend of one row, and filled its tile from flat row and ring.

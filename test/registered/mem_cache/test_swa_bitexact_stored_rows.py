@@ -6,14 +6,12 @@ compressed rows and index keys are compared themselves. See kit/reuse_oracle.py.
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 
 import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 
-from kit.child import child_environment
+from kit.child import child_result
 
 register_cpu_ci(est_time=30, suite="base-a-test-cpu")
 
@@ -26,12 +24,7 @@ _ROWS = {
 
 
 def oracle(*arguments):
-    """A process of its own: SGLang's globals take one model per process."""
-    environment = child_environment(SGLANG_PLATFORM="cpu_ref")
-    command = [sys.executable, "-m", "kit.reuse_oracle", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = child_result("kit.reuse_oracle", *arguments)
     assert {length: case["rows"] for length, case in found.items()} == {length: _ROWS[length] for length in found}
     return found
 
