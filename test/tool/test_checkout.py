@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from kit.toy_series import CACHE_SOURCE, LOOP_SOURCE, make_series, make_tree, snapshot
+from kit.git import git
+from kit.toy_series import CACHE_SOURCE, LOOP_SOURCE, make_tree, snapshot
 from sglang_bitexact import cli, patching
 from sglang_bitexact.errors import BitexactError
 from sglang_bitexact.journal import State
@@ -18,16 +17,6 @@ from sglang_bitexact.series import Series
 from sglang_bitexact.tree import Tree
 from sglang_bitexact.tree_version import found_version
 from sglang_bitexact.upstream import download
-
-_GIT = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "PATH": os.environ["PATH"]}
-_GIT |= {
-    f"GIT_{role}_{field}": "someone@example.org" for role in ("AUTHOR", "COMMITTER") for field in ("NAME", "EMAIL")
-}
-
-
-def git(checkout: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(checkout), *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True, env=_GIT).stdout
 
 
 @pytest.fixture
@@ -39,11 +28,6 @@ def checkout(tmp_path) -> Path:
     git(root, "add", "--all")
     git(root, "commit", "--quiet", "--message=base")
     return root
-
-
-@pytest.fixture
-def series(tmp_path) -> Series:
-    return Series(make_series(tmp_path / "series"))
 
 
 def write(checkout: Path, name: str, text: str) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from kit.toy_series import CACHE_SOURCE, make_series, make_tree
+from kit.git import git
+from kit.toy_series import CACHE_SOURCE, make_tree
 from sglang_bitexact import cli
 from sglang_bitexact.errors import BitexactError
 from sglang_bitexact.export import Source, export, message
@@ -19,27 +19,11 @@ from sglang_bitexact.tree import Tree
 from sglang_bitexact.upstream import Wheel, download, unpacked
 from sglang_bitexact.wheel import build
 
-_GIT = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "PATH": os.environ["PATH"]}
-_GIT |= {
-    f"GIT_{role}_{field}": "someone@example.org" for role in ("AUTHOR", "COMMITTER") for field in ("NAME", "EMAIL")
-}
-
-
-def git(repository: Path, *arguments: str) -> str:
-    # Nothing of it is kept: compressing SGLang would be most of the time.
-    command = ["git", "-c", "core.compression=0", "-C", str(repository), *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True, env=_GIT).stdout
-
 
 def commit_all(repository: Path) -> None:
     git(repository, "init", "--quiet")
     git(repository, "add", "--all", "--force")
     git(repository, "commit", "--quiet", "--message=base")
-
-
-@pytest.fixture
-def series(tmp_path) -> Series:
-    return Series(make_series(tmp_path / "series"))
 
 
 @pytest.fixture

@@ -16,16 +16,6 @@ from sglang_bitexact.series import Series
 from sglang_bitexact.tree import Tree
 
 
-@pytest.fixture
-def tree(tmp_path) -> Tree:
-    return Tree.locate(make_tree(tmp_path / "site"))
-
-
-@pytest.fixture
-def series(tmp_path) -> Series:
-    return Series(make_series(tmp_path / "series"))
-
-
 def test_apply_revert_round_trip(tree, series):
     before = snapshot(tree.root)
     done = patching.apply(tree, series, 2)
