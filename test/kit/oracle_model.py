@@ -91,7 +91,7 @@ class Oracle:
     host: Tier | None = field(default_factory=Tier)
     storage: Tier = field(default_factory=Tier)
     unbacked: Tier = field(default_factory=Tier)
-    damaged: Damaged = field(default_factory=lambda: Damaged())
+    damaged: Damaged = field(default_factory=Damaged)
     unstored: Tier = field(default_factory=Tier)
     stays: list[Stay] = field(default_factory=list)
     zombies: list[Stay] = field(default_factory=list)
@@ -263,7 +263,7 @@ class Oracle:
             ("pages", "windows"), zip(*(tier.kinds() for tier in kinds), strict=True), self.damaged.kinds(), strict=True
         ):
             gone = had - seen
-            assert gone <= damaged.keys(), f"stored {name} are gone: {gone}"
+            assert gone <= {path for path, pools in damaged.items() if pools}, f"stored {name} are gone: {gone}"
             for path in gone:
                 del damaged[path]
             had -= gone
