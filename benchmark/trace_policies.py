@@ -93,24 +93,13 @@ class Policy:
         """Whether the product's placement is this policy, given the stride."""
         return "dense" in self._parts or {"last", "branch"} <= set(self._parts)
 
-    def boundaries(
-        self,
-        chunk_start: int,
-        chunk_end: int,
-        sequence_len: int,
-        *,
-        page_size: int,
-        stride: int,
-        branch_at: int | None = None,
-    ) -> tuple[int, ...]:
+    def boundaries(self, *lengths: int, branch_at: int | None = None, **grid: int) -> tuple[int, ...]:
         """In place of the product's extend_boundaries(), which always takes last boundary and branch."""
         branch_at = branch_at if "branch" in self._parts else None
-        found = extend_boundaries(
-            chunk_start, chunk_end, sequence_len, page_size=page_size, stride=stride, branch_at=branch_at
-        )
+        found: tuple[int, ...] = extend_boundaries(*lengths, branch_at=branch_at, **grid)
         if "last" in self._parts:
             return found
-        return tuple(b for b in found if b == branch_at or on_grid(b, page_size=page_size, stride=stride))
+        return tuple(b for b in found if b == branch_at or on_grid(b, **grid))
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:

@@ -14,12 +14,10 @@ from array import array
 from types import SimpleNamespace
 from typing import Any
 
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from kit.tile_cache import TileCache, server_context
-from kit.tile_pools import PAGE, WINDOW, tile_pools
+from kit.tile_cache import TileCache, server_context, tree_params
+from kit.tile_pools import PAGE, tile_pools
 from kit.tile_requests import TileRequest, prefill
 
 _SYSTEMS, _SYSTEM_PAGES, _OWN_PAGES = 8, 4, 2
@@ -96,20 +94,10 @@ class _Tree:
 def _off_cache(pages: int, core: str) -> Any:
     """What TileRequest needs of a cache, around a stock tree."""
     allocator = tile_pools(pages=pages, stock=True, **_POOLS)
-    params = CacheInitParams(
-        req_to_token_pool=allocator._req_to_token_pool,
-        token_to_kv_pool_allocator=allocator,
-        page_size=PAGE,
-        disable=False,
-        sliding_window_size=WINDOW,
-        tree_components=(ComponentType.FULL, ComponentType.SWA),
-        swa_gates_prefix_match=False,
-        tree_core_backend=core,
-    )
     return SimpleNamespace(
         allocator=allocator,
-        req_to_token_pool=params.req_to_token_pool,
-        tree=UnifiedRadixCache(params=params),
+        req_to_token_pool=allocator._req_to_token_pool,
+        tree=UnifiedRadixCache(params=tree_params(allocator, core, swa_gates_prefix_match=False)),
         controller=None,
     )
 

@@ -98,6 +98,20 @@ def stored_files(directory: Path) -> Counter[str]:
     return Counter(stem.partition(".")[2] or "kv" for stem in stems)
 
 
+def tree_params(allocator: Any, core: str, **others: Any) -> CacheInitParams:
+    """What a tree over ``allocator``'s pools is made with: rows and windows, on tree core ``core``."""
+    return CacheInitParams(
+        req_to_token_pool=allocator._req_to_token_pool,
+        token_to_kv_pool_allocator=allocator,
+        page_size=PAGE,
+        disable=False,
+        sliding_window_size=WINDOW,
+        tree_components=(ComponentType.FULL, ComponentType.SWA),
+        tree_core_backend=core,
+        **others,
+    )
+
+
 class TileCache:
     """One rank's pools and tree, inside a ``server_context``. A context; its end ends the threads."""
 
@@ -126,17 +140,7 @@ class TileCache:
             attach_capture(self.allocator)
         self.kvcache = self.allocator.get_kvcache()
         self.req_to_token_pool = self.allocator._req_to_token_pool
-        self.params = CacheInitParams(
-            req_to_token_pool=self.req_to_token_pool,
-            token_to_kv_pool_allocator=self.allocator,
-            page_size=PAGE,
-            disable=False,
-            sliding_window_size=WINDOW,
-            tree_components=(ComponentType.FULL, ComponentType.SWA),
-            swa_gates_prefix_match=True,
-            tree_core_backend=core,
-            tp_cache_group=tp_group,
-        )
+        self.params = tree_params(self.allocator, core, swa_gates_prefix_match=True, tp_cache_group=tp_group)
         register_tile_stack()
         self.tree = UnifiedRadixCache(params=self.params)
         if hicache:
