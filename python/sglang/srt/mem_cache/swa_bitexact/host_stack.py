@@ -159,10 +159,12 @@ def bytes_per_ratio(params: CacheInitParams) -> int:
 
 def check_host_pools(params: CacheInitParams) -> None:
     """Refuse, by a LaunchError, host pools that do not fit: SGLang would fail where it makes them."""
-    memory, share = get_memory(), get_memory().hicache_swa_host_tile_fraction
-    needed = int(memory.hicache_ratio * bytes_per_ratio(params))
+    memory = get_memory()
     if memory.hicache_size > 0:
-        needed = host_bytes_per_ratio(int(memory.hicache_size * 1e9), share)
+        rows = int(memory.hicache_size * 1e9)
+        needed = host_bytes_per_ratio(rows, memory.hicache_swa_host_tile_fraction)
+    else:
+        needed = int(memory.hicache_ratio * bytes_per_ratio(params))
     check_host_memory(
         needed,
         available_bytes=available_host_memory_bytes(allow_cgroup_fallback=True),

@@ -79,6 +79,11 @@ def host_bytes_per_ratio(full_bytes: int, fraction: float) -> int:
     return int(full_bytes / (1 - fraction))
 
 
+def _rank_limit(available_bytes: int, ranks: int) -> float:
+    """Bytes that each of ``ranks`` processes may take of a machine's free memory."""
+    return HOST_LIMIT * available_bytes / ranks
+
+
 def check_host_memory(needed: int, *, available_bytes: int, ranks: int) -> None:
     """Refuse host pools, of ``needed`` bytes per rank with their tiles, that do not fit.
 
@@ -87,7 +92,7 @@ def check_host_memory(needed: int, *, available_bytes: int, ranks: int) -> None:
     Raises:
         LaunchError: names the sizes and what to change.
     """
-    limit = HOST_LIMIT * available_bytes / ranks
+    limit = _rank_limit(available_bytes, ranks)
     if needed > limit:
         raise LaunchError(
             f"HiCache and its tiles want {needed / 1e9:.2f} GB of host memory per rank "
@@ -120,7 +125,7 @@ def check_host_tiles(
         LaunchError: names the sizes and what to change.
     """
     needed = tiles * tile_bytes
-    limit = HOST_LIMIT * available_bytes / ranks
+    limit = _rank_limit(available_bytes, ranks)
     size = (
         f"{tiles} host tiles of {tile_bytes / 2**20:.2f} MiB "
         f"({needed / 1e9:.2f} GB per rank, {ranks} ranks on this host, "
