@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from sglang_bitexact.edits import PARTS, EditFile, load_edit_file
 from sglang_bitexact.errors import BitexactError
 
+# The environment variable that turns the feature on.
+SWITCH = "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE"
 _EDITS_SUFFIX = ".edits.yaml"
 _MANIFEST = "series.yaml"
 _IGNORED_PARTS = ("__pycache__",)

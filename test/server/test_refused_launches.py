@@ -8,14 +8,14 @@ import pytest
 
 from sglang_bitexact.demo.server import Server, hicache_arguments
 from sglang_bitexact.errors import BitexactError
+from sglang_bitexact.series import SWITCH
 
-FLAG = "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE"
 _POOLS = ("--max-total-tokens", "16384", "--max-running-requests", "8")
 
 
 def refused(checkpoint, log, *arguments: str) -> str:
     """What the server printed."""
-    server = Server(checkpoint, [*_POOLS, *arguments], log, environment={FLAG: "1"})
+    server = Server(checkpoint, [*_POOLS, *arguments], log, environment={SWITCH: "1"})
     with pytest.raises(BitexactError, match=r"the server ended with code [-1-9]"):
         server.start()
     text = log.read_text()
@@ -35,7 +35,7 @@ def test_everything_that_is_wrong_with_the_arguments(checkpoint, tmp_path):
         *("--file-storage-path", str(directory), "--hicache-swa-offload-page-stride", "-1"),
         *("--hicache-swa-device-tile-fraction", "2"),
     )
-    message = text[text.index(f"{FLAG} is on, and this launch cannot be bit-exact:") :].rstrip().splitlines()
+    message = text[text.index(f"{SWITCH} is on, and this launch cannot be bit-exact:") :].rstrip().splitlines()
     assert [line.split(",")[0] for line in message[1:]] == [
         "- --hicache-swa-offload-page-stride is -1",
         "- --hicache-swa-device-tile-fraction is 2.0",

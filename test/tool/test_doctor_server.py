@@ -18,11 +18,11 @@ from kit.checkpoint import shared_checkpoint
 from kit.child import child_environment
 from kit.toy_series import make_series, make_tree
 from sglang_bitexact import cli
-from sglang_bitexact.doctor.environment import SWITCH, VARIABLES, Environment
+from sglang_bitexact.doctor.environment import VARIABLES, Environment
 from sglang_bitexact.doctor.launch import request
 from sglang_bitexact.doctor.probe import check_guards, plan_memory
 from sglang_bitexact.doctor.server import Server
-from sglang_bitexact.series import Series
+from sglang_bitexact.series import SWITCH, Series
 from sglang_bitexact.upstream import download, unpacked
 
 _SERVE = """
@@ -48,6 +48,7 @@ def arguments() -> dict[str, Any]:
     reported = Server("", info, {}, Environment("", None))
     # Every argument that the guards look at is one that a server reports, under its name.
     elsewhere = {"checkpoint", "unified_kv", "unified_kv_fp8", "flashmla_backend", "online_c128", "prefill_graph"}
+    # What a launch looks at on its own machine.
     elsewhere.add("unwritable_storage")
     names = vars(config).keys() - elsewhere
     assert {name: info[name] for name in names} == {name: getattr(config, name) for name in names}

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from kit.toy_series import make_series, make_tree
+from kit.toy_series import make_tree
 from sglang_bitexact import cli, patching
-from sglang_bitexact.doctor.environment import SWITCH, VARIABLES, of_shell, platform
+from sglang_bitexact.doctor.environment import VARIABLES, of_shell, platform
 from sglang_bitexact.journal import State
-from sglang_bitexact.series import Series
+from sglang_bitexact.series import SWITCH, Series
 from sglang_bitexact.tree import Tree
 from sglang_bitexact.wheel import manifest, record_row, write_record
 
@@ -22,16 +22,6 @@ CACHE, LOOP, LAYOUT = (f"sglang/srt/{name}.py" for name in ("cache", "loop", "ti
 def _nothing_is_set(monkeypatch):
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture
-def tree(tmp_path) -> Tree:
-    return Tree.locate(make_tree(tmp_path / "site"))
-
-
-@pytest.fixture
-def series(tmp_path) -> Series:
-    return Series(make_series(tmp_path / "series"))
 
 
 def doctor(capsys, tree: Tree, series: Series, *arguments: str) -> dict:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from sglang_bitexact.demo.server import Server, hicache_arguments
+from sglang_bitexact.series import SWITCH
 from sglang_bitexact.verify.long import built_trees
-from sglang_bitexact.verify.matrix import FLAG
 from upstream.server_kits import Outcome, outcomes
 
 pytestmark = pytest.mark.slow
@@ -32,7 +32,7 @@ def found(checkpoint, tmp_path_factory) -> dict[str, dict[str, Outcome]]:
     folder = tmp_path_factory.mktemp("server-kits")
     out = {}
     for mode, tree in built_trees(folder / "dist").items():
-        environment = {"OMP_NUM_THREADS": "1", FLAG: str(int(mode == "on"))}
+        environment = {"OMP_NUM_THREADS": "1", SWITCH: str(int(mode == "on"))}
         arguments = (*_ARGUMENTS, *hicache_arguments("page_first_direct"), "--file-storage-path", str(folder / mode))
         with Server(checkpoint, arguments, folder / mode / "log", tree=tree, environment=environment) as server:
             out[mode] = outcomes(server)

@@ -16,10 +16,9 @@ from rich.table import Table
 from sglang_bitexact.demo.scenario import SERVER_ARGUMENTS, ModeReport, measure
 from sglang_bitexact.demo.server import Server
 from sglang_bitexact.errors import BitexactError
-from sglang_bitexact.series import Series
+from sglang_bitexact.series import SWITCH, Series
 from sglang_bitexact.upstream import PINNED_VERSION, Wheel, download, unpacked
 from sglang_bitexact.verify.answer import TIERS
-from sglang_bitexact.verify.matrix import FLAG
 from sglang_bitexact.wheel import build
 
 _console = Console(stderr=True, highlight=False)
@@ -81,7 +80,7 @@ def _run_mode(name: str, tree: Path, checkpoint: Path, out: Path) -> ModeReport:
     storage = out / name / "l3"
     storage.mkdir(parents=True)
     arguments = (*SERVER_ARGUMENTS, "--file-storage-path", str(storage.resolve()))
-    environment = {FLAG: str(int(name == "on"))}
+    environment = {SWITCH: str(int(name == "on"))}
     server = Server(checkpoint, arguments, out / name / "server.log", tree=tree, environment=environment)
     try:
         _say(f"{name}: starting the server (log: {out / name / 'server.log'})")

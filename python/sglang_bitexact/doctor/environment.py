@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 
 import psutil
 
-SWITCH = "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE"
+from sglang_bitexact.series import SWITCH
+
 VARIABLES = (
     SWITCH,
     "SGLANG_SWA_VERIFY_HOST",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sglang_bitexact.doctor.environment import SWITCH, Environment, Platform
+from sglang_bitexact.doctor.environment import Environment, Platform
 from sglang_bitexact.doctor.launch import Launch
 from sglang_bitexact.doctor.prune import Doomed
 from sglang_bitexact.doctor.server import Server
 from sglang_bitexact.doctor.storage import Health
 from sglang_bitexact.doctor.tree import Diagnosis
+from sglang_bitexact.series import SWITCH
 
 
 class Findings(NamedTuple):

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from sglang_bitexact.demo.server import hicache_arguments
+from sglang_bitexact.series import SWITCH
 from sglang_bitexact.verify.answer import TIERS
 from sglang_bitexact.verify.cases import parse_numbers
 from sglang_bitexact.verify.pairwise import all_pairs
 from sglang_bitexact.verify.plan import Plan
 
-FLAG = "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE"
 Mode = Literal["stock", "off", "on"]
 
 FACTORS: dict[str, tuple[Any, ...]] = {
@@ -78,7 +78,7 @@ class Configuration:
         out = {
             # Servers of several configurations share the cores; threads that wait for each other starve.
             "OMP_NUM_THREADS": "1",
-            FLAG: str(int(self.mode == "on")),
+            SWITCH: str(int(self.mode == "on")),
             "SGLANG_EXACT_CHUNK_FILL": str(int(self.exact_fill)),
             "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": self.core,
             "SGLANG_CPU_REF_POISON": str(int(self.poison)),
