@@ -30,11 +30,13 @@ class _SliceCache:
     """Grid slices of weights, so that a decode step does not make them anew.
 
     The key is the weight's address and layout; a digest of its content notices an update
-    in place or an address in second use. Bounded, least recently used first.
+    in place or an address in second use. Slices are kept from the second time on that the
+    same content is met, since a product of two activations asks too, and theirs are never
+    wanted again. Bounded, least recently used first.
     """
 
     def __init__(self, capacity: int) -> None:
-        self._entries: OrderedDict[tuple[object, ...], tuple[int, tuple[torch.Tensor, ...]]] = OrderedDict()
+        self._entries: OrderedDict[tuple[object, ...], tuple[int, tuple[torch.Tensor, ...] | None]] = OrderedDict()
         self._capacity = capacity
 
     def get(self, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -45,13 +47,22 @@ class _SliceCache:
             return weight_slices(weight)
         key = (b.data_ptr(), b.shape, b.stride(), b.dtype)
         digest = xxhash.xxh3_64_intdigest(dense.detach().view(torch.uint8).numpy().data)
-        found = self._entries.get(key)
-        if found is None or found[0] != digest:
-            self._entries[key] = found = (digest, weight_slices(weight))
+        known, slices = self._entries.get(key, (None, None))
+        if known != digest:
+            self._entries[key] = digest, None
+            slices = weight_slices(weight)
+        elif slices is None:
+            slices = weight_slices(weight)
+            self._entries[key] = digest, slices
         self._entries.move_to_end(key)
         while len(self._entries) > self._capacity:
             self._entries.popitem(last=False)
-        return found[1]
+        return slices
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slices that are kept."""
+        return sum(part.nbytes for _, slices in self._entries.values() for part in slices or ())
 
 
 _weights = _SliceCache(capacity=1024)

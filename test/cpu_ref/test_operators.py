@@ -192,3 +192,15 @@ def test_a_weight_updated_in_place_is_noticed(update, transposed):
     _ = x @ w
     update(w)
     assert torch.equal((x @ w)[0], (x[0, :, None] * w).sum(0))
+
+
+def test_slices_are_kept_of_what_comes_again_only():
+    """Products of two activations pass through too: a long run must not keep them."""
+    cache, weight = aten._SliceCache(capacity=64), torch.ones(16, 8)
+    for number in range(20):
+        cache.get(torch.full((16, 8), float(number)))
+    assert cache.nbytes == 0
+    for _ in range(3):
+        slices = cache.get(weight)
+    assert slices is cache.get(weight)
+    assert cache.nbytes == sum(part.nbytes for part in slices) > 0
