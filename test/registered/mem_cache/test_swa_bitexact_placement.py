@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.swa_bitexact.device_size import TilePoolConfigurator
 from sglang.srt.mem_cache.swa_bitexact.layout import TileLayout
-from sglang.srt.mem_cache.swa_bitexact.placement import extend_boundaries, on_grid
+from sglang.srt.mem_cache.swa_bitexact.placement import extend_boundaries, on_grid, suggested_stride
 from sglang.srt.mem_cache.swa_bitexact.tile_budget import (
     check_device_tiles,
     device_tiles,
@@ -58,6 +58,38 @@ def boundaries(start, end, length, stride, branch=None):
 )
 def test_worked_examples(chunk, length, stride, branch, expected):
     assert boundaries(*chunk, length, stride, branch) == expected
+
+
+
+@pytest.mark.parametrize(
+    ("context", "stride"), [(2_048, 0), (4_096, 16), (8_192, 7), (32_768, 5), (131_072, 5), (1 << 20, 5)]
+)
+def test_suggested_stride_examples(context, stride):
+    assert suggested_stride(context, tiles=14_623, pages=59_575, page_size=PAGE) == stride
+
+
+@given(st.integers(1, 1 << 20), st.integers(1, 50_000), st.integers(1, 50_000))
+@settings(derandomize=True, deadline=None)
+def test_suggested_stride_is_the_densest_that_fits(context, tiles, pages):
+    """A context's grid, its end and a branch point are no more than its share of the tiles."""
+    stride = suggested_stride(context, tiles=tiles, pages=pages, page_size=PAGE)
+
+    def fits(stride):
+        return -(-context // (PAGE * stride)) + 2 <= tiles * context // (pages * PAGE)
+
+    if stride == 0:
+        # Not even one point of a grid.
+        assert tiles * context // (pages * PAGE) < 3
+    else:
+        assert fits(stride)
+        assert stride == 1 or not fits(stride - 1)
+
+
+@pytest.mark.parametrize("size", ["context_tokens", "tiles", "pages", "page_size"])
+def test_suggested_stride_wants_sizes(size):
+    sizes = {"context_tokens": 4_096, "tiles": 10, "pages": 10, "page_size": PAGE} | {size: 0}
+    with pytest.raises(ValueError, match="expected sizes above 0"):
+        suggested_stride(**sizes)
 
 
 @pytest.mark.parametrize("chunk", [(5, 4), (-1, 4), (0, 11)])

@@ -57,3 +57,31 @@ def extend_boundaries(
 def on_grid(boundary: int, *, page_size: int, stride: int) -> bool:
     """Whether a boundary is kept for its place; stride 2, page 256: 512 is, 768 is not."""
     return bool(stride) and boundary % (page_size * stride) == 0
+
+
+def suggested_stride(
+    context_tokens: int, *, tiles: int, pages: int, page_size: int
+) -> int:
+    """The densest grid whose tiles last as long in a cache as the rows that they belong to.
+
+    A cache of ``tiles`` tiles and ``pages`` FULL pages, full of contexts of ``context_tokens``,
+    has tiles * context / (pages * page_size) tiles for each of them. The last boundary
+    and one branch point take two; the grid may take the rest, evenly over the context. 0, no
+    grid, where nothing is left.
+
+    Example, 14_623 tiles and 59_575 pages of 256 tokens: a context of 32_768 tokens has 31.4
+    tiles, 29 of them whole and for the grid of its 128 pages -> 5. 4_096 tokens: 3.9 tiles, 1
+    for the grid of 16 pages -> 16. 2_048 tokens: 1.96 tiles -> 0.
+
+    Raises:
+        ValueError: a size is not positive.
+    """
+    if min(context_tokens, tiles, pages, page_size) <= 0:
+        raise ValueError(
+            f"context of {context_tokens} tokens, {tiles} tiles, {pages} pages of "
+            f"{page_size}: expected sizes above 0"
+        )
+    for_grid = tiles * context_tokens // (pages * page_size) - 2
+    if for_grid < 1:
+        return 0
+    return max(1, -(-context_tokens // (page_size * for_grid)))
