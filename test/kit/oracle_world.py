@@ -173,18 +173,20 @@ class OracleWorld:
         self.expect_match(path)
 
     def _until(self, done: Any) -> None:
-        for _ in range(20_000):
+        # Long, since the first prefetch imports modules and a busy machine gives this process little time.
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
             self.cache.tree.check_hicache_events()
             if done():
                 return
             time.sleep(0.0005)
-        raise AssertionError("transfers are still under way after 10 s")
+        raise AssertionError("transfers are still under way after 60 s")
 
     def tick(self) -> None:
         """One look of the scheduler at the transfers, when storage is done with what it was given."""
         controller, tree = self.cache.controller, self.cache.tree
         if controller is not None:
-            for _ in range(20_000):
+            for _ in range(100_000):
                 if controller.ack_backup_queue.qsize() == len(tree.ongoing_backup):
                     break
                 time.sleep(0.0005)
