@@ -129,9 +129,11 @@ class Soak:
         draw = random.Random(self.seed)
         while time.monotonic() < end:
             time.sleep(1.0)
-            files = sorted(path for path in self.storage.glob("*.bin") if path.stat().st_size)
             # A file may be replaced or quarantined meanwhile.
             with suppress(OSError):
+                files = sorted(path for path in self.storage.glob("*.bin") if path.stat().st_size)
+                if not files:
+                    continue
                 with draw.choice(files).open("r+b") as file:
                     at = draw.randrange(file.seek(0, 2))
                     file.seek(at)
