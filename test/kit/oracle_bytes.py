@@ -45,13 +45,19 @@ def _noise(keys: torch.Tensor, width: int, salt: int) -> torch.Tensor:
     return (mixed >> 29).to(torch.int32).view(torch.uint8)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=8192)
 def _rows(path: Path, positions: range, width: int, salt: int) -> torch.Tensor:
     """Rows of positions of ``path``, which ends with the last one's page; not to be written to."""
     at = torch.arange(positions.start, positions.stop)
     first = positions.start // PAGE
     names = torch.tensor([_name(path[: page + 1]) for page in range(first, len(path))], dtype=torch.int64)
     return _noise(names[at // PAGE - first] * PAGE + at % PAGE, width, salt)
+
+
+@lru_cache(maxsize=4096)
+def _page(path: Path, buffer: int, width: int) -> torch.Tensor:
+    """The last page of ``path`` in one of the tree's buffers; not to be written to."""
+    return _noise(torch.tensor([_name(path)]), width, 1000 + buffer)[0]
 
 
 class Contents:
@@ -157,7 +163,7 @@ class Contents:
         return all(torch.equal(buffer[page], self._page(i, path)) for i, buffer in enumerate(self.pages))
 
     def _page(self, i: int, path: Path) -> torch.Tensor:
-        return _noise(torch.tensor([_name(path)]), self.pages[i].shape[1], 1000 + i)[0]
+        return _page(path, i, self.pages[i].shape[1])
 
     # Poison ----------------------------------------------------------------------
 

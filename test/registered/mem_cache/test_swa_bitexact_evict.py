@@ -8,6 +8,7 @@ import pytest
 import torch
 from sglang.srt.mem_cache.swa_bitexact.evict import evict_tiles
 from sglang.srt.mem_cache.swa_bitexact.planner import TileCounters
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.test.ci.ci_register import register_cpu_ci
 
 from kit.tile_cache import TileCache, server_context, tokens_from
@@ -97,6 +98,26 @@ def test_leaves_take_their_full_pages_along_and_inner_ones_do_not(cache_of):
     assert cache.free() == (7, 11)
     assert cache.match(sequence(0)).device_prefix_len == 0
     assert cache.match(sequence(1)).device_prefix_len == 3 * P
+
+
+def test_the_host_loses_superseded_carriers_first(core):
+    """They left the device first, so they are the oldest that the host alone has."""
+    with (
+        server_context(hicache_swa_host_tile_fraction=0.9) as args,
+        TileCache(args, core=core, tiles=8, publishes=True, hicache=True) as cache,
+    ):
+        for i in range(2):
+            publish(cache, i, P, 3 * P)
+        # Tiles run short, then rows; the older conversation is not the one that loses its end.
+        evict_tiles(cache.tree, 6)
+        cache.evict_device()
+        assert cache.tree.evict_host(2 * P, ComponentType.SWA) == 2 * P
+        cache.check()
+        for i in range(2):
+            inner = cache.match(sequence(i)[: 2 * P])
+            assert (inner.device_prefix_len, inner.host_hit_length) == (0, 0)
+            assert cache.load_back(sequence(i)).device_prefix_len == 3 * P
+        cache.check()
 
 
 def test_locked_carriers_stay(cache_of):
