@@ -17,6 +17,7 @@ import secrets
 import sys
 import time
 import traceback
+from collections import Counter
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from itertools import count
 from multiprocessing import get_context
@@ -28,11 +29,13 @@ EXAMPLES, STEPS = 8, 500
 
 
 class Outcome(NamedTuple):
-    """What one seed came to. failure: how to see it again, and the program that fails."""
+    """What one seed came to: operations, reuses, servers, damaged files, digests compared, quarantined pages.
+
+    failure: how to see it again, and the program that fails.
+    """
 
     core: str
-    steps: int
-    reused: int
+    counts: Counter[str]
     failure: dict[str, str] | None
 
 
@@ -55,8 +58,8 @@ def run(core: str, seed: int, device_only: bool) -> Outcome:
         machine = run_machine(core, examples=EXAMPLES, steps=STEPS, hicache=not device_only, seed=seed)
     except Exception:
         again = f"tools/soak_ops.py --seed {seed} --core {core} --steps 1{' --device-only' * device_only}"
-        return Outcome(core, 0, 0, {"again": again, "program": traceback.format_exc()})
-    return Outcome(core, machine.steps, machine.reused, None)
+        return Outcome(core, Counter(), {"again": again, "program": traceback.format_exc()})
+    return Outcome(core, Counter(machine.tally, steps=machine.steps, reused=machine.reused), None)
 
 
 def main() -> int:
@@ -69,7 +72,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     args = parser.parse_args()
     cores = ("python", "rust") if args.core == "both" else (args.core,)
-    steps = reused = 0
+    counts: Counter[str] = Counter(steps=0)
     failure = None
     print(f"> seed {args.seed}, {args.steps:,} steps", flush=True)
     start = time.monotonic()
@@ -84,17 +87,18 @@ def main() -> int:
         while running:
             done, running = wait(running, return_when=FIRST_COMPLETED)
             for outcome in (future.result() for future in done):
-                steps, reused = steps + outcome.steps, reused + outcome.reused
+                counts.update(outcome.counts)
                 failure = failure or outcome.failure
-                rate = steps / (time.monotonic() - start)
-                print(f"> {steps:,} steps, {reused:,} reuses, {rate:.0f} steps/s, {outcome.core}", flush=True)
-                if failure is None and steps < args.steps:
+                rate = counts["steps"] / (time.monotonic() - start)
+                said = ", ".join(f"{value:,} {name}" for name, value in counts.items())
+                print(f"> {said}; {rate:.0f} steps/s, {outcome.core}", flush=True)
+                if failure is None and counts["steps"] < args.steps:
                     running.add(submit())
     if failure is not None:
         print(f"{failure['program']}\n> FAILED; again: {failure['again']}")
     if args.json is not None:
         seconds = round(time.monotonic() - start, 1)
-        result = {"seed": args.seed, "steps": steps, "reused": reused, "seconds": seconds, "failure": failure}
+        result = {"seed": args.seed, **counts, "seconds": seconds, "failure": failure}
         args.json.write_text(json.dumps(result, indent=2) + "\n")
     return int(failure is not None)
 

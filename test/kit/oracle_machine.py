@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import hypothesis
 from hypothesis import HealthCheck, Phase
@@ -47,6 +48,7 @@ class OracleMachine(RuleBasedStateMachine):
     # Steps of all examples.
     steps = 0
     reused = 0
+    tally: ClassVar[Counter[str]] = Counter()
 
     @initialize(stride=st.sampled_from([0, 1, 2]))
     def begin(self, stride: int) -> None:
@@ -180,7 +182,8 @@ class OracleMachine(RuleBasedStateMachine):
                 self.world.close()
                 type(self).reused += self.world.reused
         finally:
-            self.world.cache.__exit__()
+            self.world.leave()
+            type(self).tally.update(self.world.tally)
 
 
 def run_machine(
@@ -198,7 +201,7 @@ def run_machine(
         tempfile.TemporaryDirectory(dir=memory) as directory,
         server_context(hicache_swa_host_tile_fraction=0.5, **file_storage(Path(directory))) as args,
     ):
-        made_for = {"args": args, "core": core, "hicache": hicache, "directory": Path(directory)}
+        made_for = {"args": args, "core": core, "hicache": hicache, "directory": Path(directory), "tally": Counter()}
         machine = type("OracleMachine", (OracleMachine,), made_for)
         settings = hypothesis.settings(
             max_examples=examples,

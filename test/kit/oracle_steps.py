@@ -257,7 +257,7 @@ class OracleSteps(OracleWorld):
         Returns the path; () if nothing is stored.
         """
         self.idle()
-        self.cache.__exit__()
+        self.leave()
         stored = sorted(self.oracle.storage.windows)
         path: Path = stored[lost[0] % len(stored)] if stored else ()
         if path:
@@ -266,6 +266,7 @@ class OracleSteps(OracleWorld):
             kind = int(pool in TILE)
             damaged = self.oracle.damaged.kinds()[kind]
             for file in self.files.files(path, pool):
+                self.tally["damaged"] += 1
                 if how == "gone":
                     file.unlink()
                     self.oracle.storage.kinds()[kind].discard(path)

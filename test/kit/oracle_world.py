@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from pathlib import Path as Directory
 from typing import Any, cast
 
@@ -49,6 +50,8 @@ class OracleWorld:
         self.oracle = Oracle(TILES, PAGES, stride, host=Tier() if hicache else None)
         self.files = StoredFiles(directory)
         self.count = self.reused = self.compared = 0
+        # What storage suffered, and what its digests found.
+        self.tally: Counter[str] = Counter(servers=0, damaged=0, digests=0, quarantined=0)
         self._start_server()
 
     def _start_server(self) -> None:
@@ -66,6 +69,14 @@ class OracleWorld:
         for slot in range(1, SLOTS + 1):
             self.contents.poison_ring(slot)
         self.compare()
+
+    def leave(self) -> None:
+        """The server ends; what its storage did is added up."""
+        self.tally["servers"] += 1
+        if self.cache.controller is not None:
+            storage = self.cache.controller.storage_backend
+            self.tally.update(digests=storage.checked, quarantined=storage.quarantined)
+        self.cache.__exit__()
 
     # Comparison ------------------------------------------------------------------
 
