@@ -31,7 +31,7 @@ FIRST_PART = {
     ),
     3: (
         *("capture", "padding", "placement", "planner", "ranks", "rows", "writer"),
-        *("tile_calls", "tile_kernels", "tile_restore", "tile_restore_calls"),
+        *("tile_calls", "tile_kernels", "tile_restore", "tile_restore_calls", "tile_runs"),
     ),
     4: (
         "aborts",

@@ -101,13 +101,13 @@ class TestLaunches(CustomTestCase):
         kernels.capture_layer_triton(tiles[0], ids, storage[:36].view(4, 9)[:, :8], storage[:32].view(4, 8), rows)
         self.assertEqual(self.words(captures)[-1], "uint8")
 
-    def test_torch_on_a_cpu_and_triton_elsewhere(self):
+    def test_numpy_on_a_cpu_and_triton_elsewhere(self):
         calls = []
         for name in _NAMES:
-            for function in (f"_{name}_torch", f"{name}_triton"):
+            for function in (f"{name}_cpu", f"{name}_triton"):
                 record = functools.partial(lambda function, *_: calls.append(function), function)
                 self.enterContext(unittest.mock.patch.object(tiles_module, function, record))
-        for device, expected in (("cpu", "_{}_torch"), ("meta", "{}_triton")):
+        for device, expected in (("cpu", "{}_cpu"), ("meta", "{}_triton")):
             calls.clear()
             self.call_all(_case(2, 8), device)
             self.assertEqual(calls, [expected.format(name) for name in _NAMES])

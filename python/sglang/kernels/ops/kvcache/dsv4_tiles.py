@@ -1,7 +1,7 @@
 """Move rows between the rings of request slots and tiles: pure copies, one launch each.
 
 A tile buffer is [layers, num_tiles + 1, rows, width], contiguous. Ring tables list one
-[ring_rows, width] buffer per layer, in the same order. Triton on an accelerator, torch
+[ring_rows, width] buffer per layer, in the same order. Triton on an accelerator, NumPy
 on a CPU; both copy the same bytes.
 
 Ids and addresses are not read on the host, so that no call synchronizes: one out of
@@ -27,6 +27,14 @@ from sglang.kernels.ops.kvcache.dsv4_tile_kernels import (
     capture_layer_triton,
     gather_tiles_triton,
 )
+from sglang.kernels.ops.kvcache.dsv4_tile_rows import (
+    Bytes,
+    byte_rows,
+    capture_layer_cpu,
+    gather_tiles_cpu,
+    scatter_layer_cpu,
+    scatter_tables_cpu,
+)
 from sglang.kernels.ops.kvcache.dsv4_tile_scatter_kernels import (
     scatter_layer_triton,
     scatter_tables_triton,
@@ -39,11 +47,13 @@ class RingTable:
 
     pointers: int64 [layers] on their device, so that one launch reaches all layers.
     alignment: 8, 4, 2 or 1, the most bytes to which each of them is aligned.
+    byte_rows: on a CPU, each as uint8 [rows, bytes of a row].
     """
 
     buffers: tuple[torch.Tensor, ...]
     pointers: torch.Tensor = field(init=False)
     alignment: int = field(init=False)
+    byte_rows: tuple[Bytes, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         first = self.buffers[0]
@@ -62,6 +72,8 @@ class RingTable:
         pointers = torch.tensor(addresses, dtype=torch.int64)
         object.__setattr__(self, "pointers", pointers.to(first.device))
         object.__setattr__(self, "alignment", math.gcd(8, *addresses))
+        on_cpu = self.buffers if _on_cpu(first) else ()
+        object.__setattr__(self, "byte_rows", tuple(map(byte_rows, on_cpu)))
 
 
 @dataclass(frozen=True)
@@ -75,6 +87,7 @@ class TileTable:
     An entry is one layer of one stream. tile_pointers, ring_pointers, widths: int64
     [entries] on the tiles' device; widths in words. word: bytes of a word, the most to
     which every buffer and every row is aligned, at most 8. max_width: widest entry.
+    byte_rows: on a CPU, the tiles and the ring of each entry, as uint8.
 
     Example, V4-Flash, 21 ratio-4 layers, fp32 state:
         TileTable(((c4_tiles, c4_rings), (indexer_tiles, indexer_rings)))
@@ -91,6 +104,7 @@ class TileTable:
     widths: torch.Tensor = field(init=False)
     word: int = field(init=False)
     max_width: int = field(init=False)
+    byte_rows: tuple[tuple[Bytes, Bytes], ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_streams(self.streams)
@@ -108,8 +122,16 @@ class TileTable:
             ("widths", torch.tensor(widths, dtype=torch.int64).to(device)),
             ("word", word),
             ("max_width", max(widths)),
+            ("byte_rows", self._byte_rows() if device.type == "cpu" else ()),
         ):
             object.__setattr__(self, name, value)
+
+    def _byte_rows(self) -> tuple[tuple[Bytes, Bytes], ...]:
+        return tuple(
+            entry
+            for tiles, rings in self.streams
+            for entry in zip(byte_rows(tiles), rings.byte_rows, strict=True)
+        )
 
     @property
     def rows(self) -> int:
@@ -148,7 +170,7 @@ def capture_layer(
     check_ring(ring, tiles)
     check_rows("flat", flat, tiles, castable_to(tiles.dtype))
     if tile_ids.shape[0]:
-        run = _capture_layer_torch if _on_cpu(tiles) else capture_layer_triton
+        run = capture_layer_cpu if _on_cpu(tiles) else capture_layer_triton
         run(tiles, tile_ids, flat, ring, addresses)
 
 
@@ -177,7 +199,7 @@ def gather_tiles(
     check_ids(tiles.shape[2], tile_ids, addresses)
     check_rings(tiles, rings)
     if tile_ids.shape[0]:
-        run = _gather_tiles_torch if _on_cpu(tiles) else gather_tiles_triton
+        run = gather_tiles_cpu if _on_cpu(tiles) else gather_tiles_triton
         run(tiles, tile_ids, rings, addresses)
 
 
@@ -202,7 +224,7 @@ def scatter_tables(
     check_ids(table.rows, tile_ids, addresses)
     if tile_ids.shape[0]:
         on_cpu = table.tile_pointers.device.type == "cpu"
-        run = _scatter_tables_torch if on_cpu else scatter_tables_triton
+        run = scatter_tables_cpu if on_cpu else scatter_tables_triton
         run(table, tile_ids, addresses)
 
 
@@ -231,49 +253,10 @@ def scatter_layer(
     check_ids(tiles.shape[1], tile_ids, addresses)
     check_ring(ring, tiles)
     if tile_ids.shape[0]:
-        run = _scatter_layer_torch if _on_cpu(tiles) else scatter_layer_triton
+        run = scatter_layer_cpu if _on_cpu(tiles) else scatter_layer_triton
         run(tiles, tile_ids, ring, addresses)
 
 
 def _on_cpu(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu"
 
-
-def _capture_layer_torch(
-    tiles: torch.Tensor,
-    tile_ids: torch.Tensor,
-    flat: torch.Tensor,
-    ring: torch.Tensor,
-    addresses: torch.Tensor,
-) -> None:
-    from_ring = addresses < 0
-    rows = flat[addresses.clamp(min=0)].to(tiles.dtype)
-    rows[from_ring] = ring[-1 - addresses[from_ring]]
-    tiles[tile_ids] = rows
-
-
-def _gather_tiles_torch(
-    tiles: torch.Tensor,
-    tile_ids: torch.Tensor,
-    rings: RingTable,
-    addresses: torch.Tensor,
-) -> None:
-    for layer, ring in enumerate(rings.buffers):
-        tiles[layer, tile_ids] = ring[addresses]
-
-
-def _scatter_tables_torch(
-    table: TileTable, tile_ids: torch.Tensor, addresses: torch.Tensor
-) -> None:
-    for tiles, rings in table.streams:
-        for layer, ring in enumerate(rings.buffers):
-            _scatter_layer_torch(tiles[layer], tile_ids, ring, addresses)
-
-
-def _scatter_layer_torch(
-    tiles: torch.Tensor,
-    tile_ids: torch.Tensor,
-    ring: torch.Tensor,
-    addresses: torch.Tensor,
-) -> None:
-    ring[addresses] = tiles[tile_ids]
