@@ -123,7 +123,6 @@ class _BytesCase(CustomTestCase):
 
 
 class TestNumbers(_BytesCase):
-
     def test_the_documented_rows(self):
         ring = torch.arange(60.0).view(30, 2)
         flat = 1000 + torch.arange(220.0).view(110, 2)

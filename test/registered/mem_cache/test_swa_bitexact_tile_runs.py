@@ -7,8 +7,14 @@ import unittest
 
 import torch
 from sglang.kernels.ops.kvcache.dsv4_tile_rows import Run, runs
-from sglang.kernels.ops.kvcache.dsv4_tiles import RingTable, TileTable, capture_layer, gather_tiles
-from sglang.kernels.ops.kvcache.dsv4_tiles import scatter_layer, scatter_tables
+from sglang.kernels.ops.kvcache.dsv4_tiles import (
+    RingTable,
+    TileTable,
+    capture_layer,
+    gather_tiles,
+    scatter_layer,
+    scatter_tables,
+)
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
@@ -21,7 +27,7 @@ def _run(tile, rows, there, in_ring):
 
 class TestRuns(CustomTestCase):
     def test_the_documented_runs(self):
-        found = runs(torch.tensor([5, 7]), torch.tensor([[-29, -30, 100, 101], [4, 5, 6, 9]]))
+        found = runs(torch.tensor([5, 7]), torch.tensor([[-29, -30, 100, 101], [4, 5, 6, 9]]), coded=True)
         self.assertEqual(
             found,
             [
@@ -45,6 +51,9 @@ class TestRuns(CustomTestCase):
             runs(torch.tensor([1]), wrapped),
             [_run(1, (0, 16), (784, 800), False), _run(1, (16, 128), (600, 712), False)],
         )
+
+    def test_no_tile_is_no_run(self):
+        self.assertEqual(runs(torch.empty(0, dtype=torch.int64), torch.empty(0, 4, dtype=torch.int64)), [])
 
     def test_every_combination_of_three_rows(self):
         """Flat rows 0 to 2 and ring rows 0 to 2 in any order: -1 and 0 are a step of one apart, and no neighbours."""
@@ -83,7 +92,7 @@ class TestOutOfRange(CustomTestCase):
             if name == "capture":
                 cases.append(("ring row 6; expected 0 to 5", [1], [-6, -7]))
             else:
-                cases.append(("ring row -2; expected 0 to 5", [1], [-2, -1]))
+                cases.append(("ring row -2; expected 0 or more", [1], [-2, -1]))
             for expected, ids, rows in cases:
                 self.tiles.fill_(1)
                 self.ring.fill_(3)

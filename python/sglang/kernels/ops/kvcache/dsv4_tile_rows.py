@@ -7,14 +7,14 @@ bytes: a slice costs a fraction of torch's, and a tile needs one per layer and s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from sglang.kernels.ops.kvcache.dsv4_tiles import RingTable, TileTable
+    from sglang.kernels.ops.kvcache.dsv4_tiles import RingTable
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -22,7 +22,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 class Run(NamedTuple):
     """Neighbouring rows ``rows`` of tile ``tile`` that are neighbours elsewhere too.
 
-    there: where they are in a ring if ``in_ring``, else in the flat rows.
+    there: where these are. in_ring: of a capture, in the ring and not in the flat rows.
     """
 
     tile: int
@@ -31,36 +31,52 @@ class Run(NamedTuple):
     in_ring: bool
 
 
-def runs(tile_ids: torch.Tensor, addresses: torch.Tensor) -> list[Run]:
-    """The fewest runs that make up some tiles; ids and addresses as in capture_layer().
+def runs(
+    tile_ids: torch.Tensor, addresses: torch.Tensor, *, coded: bool = False
+) -> list[Run]:
+    """The fewest runs that make up some tiles; ids and addresses as in scatter_tables().
 
-    Example, four rows per tile:
+    coded: addresses as in capture_layer(), those below 0 are ring rows. Without it, rows of
+    either side are in runs with ``in_ring`` False.
+
+    Example, four rows per tile, coded:
         ids [5, 7], addresses [[-29, -30, 100, 101], [4, 5, 6, 9]] ->
             Run(5, slice(0, 2), slice(28, 30), True)
             Run(5, slice(2, 4), slice(100, 102), False)
             Run(7, slice(0, 3), slice(4, 7), False)
             Run(7, slice(3, 4), slice(9, 10), False)
+
+    Raises:
+        IndexError: an address is below 0, and not coded.
     """
-    table = addresses.numpy()
+    ids, table = tile_ids.numpy(), addresses.numpy()
+    number = table.shape[1]
+    change = table[:, 1:] - table[:, :-1]
+    if (change == 1).all() and (table[:, 0] >= 0).all():
+        # As good as always: every tile is one run, and nothing is coded.
+        return [
+            Run(tile, slice(0, number), slice(start, start + number), False)
+            for tile, start in zip(ids.tolist(), table[:, 0].tolist(), strict=True)
+        ]
     in_ring = table < 0
+    if not coded and in_ring.any():
+        raise IndexError(f"ring row {table.min()}; expected 0 or more")
     begins = np.ones_like(in_ring)
     # Ring row r is coded -1 - r: the one behind it is one less.
-    step = np.where(in_ring[:, 1:], -1, 1)
-    begins[:, 1:] = table[:, 1:] - table[:, :-1] != step
+    begins[:, 1:] = change != np.where(in_ring[:, 1:], -1, 1)
     # From -1 to 0 is a step of one, out of the ring into the flat rows.
     begins[:, 1:] |= in_ring[:, 1:] != in_ring[:, :-1]
-    flat_index = np.flatnonzero(begins)
-    lengths = np.diff(flat_index, append=table.size)
-    items, rows = np.divmod(flat_index, table.shape[1])
-    ids, first = tile_ids.numpy()[items], table.flat[flat_index]
+    first = np.flatnonzero(begins)
+    items, rows = np.divmod(first, number)
+    address = table.flat[first]
     return [
         Run(tile, slice(row, row + n), slice(start, start + n), inside)
         for tile, row, n, start, inside in zip(
-            ids.tolist(),
+            ids[items].tolist(),
             rows.tolist(),
-            lengths.tolist(),
-            np.where(first < 0, -1 - first, first).tolist(),
-            (first < 0).tolist(),
+            np.diff(first, append=table.size).tolist(),
+            np.where(address < 0, -1 - address, address).tolist(),
+            (address < 0).tolist(),
             strict=True,
         )
     ]
@@ -73,82 +89,54 @@ def byte_rows(buffer: torch.Tensor) -> Bytes:
 
 
 def capture_layer_cpu(
-    tiles: torch.Tensor,
-    tile_ids: torch.Tensor,
-    flat: torch.Tensor,
-    ring: torch.Tensor,
-    addresses: torch.Tensor,
+    tiles: torch.Tensor, flat: torch.Tensor, ring: torch.Tensor, found: list[Run]
 ) -> None:
     """capture_layer() of dsv4_tiles. Raises IndexError where an id or address is out of range."""
-    found = runs(tile_ids, addresses)
-    _check(found, tiles=len(tiles), ring=len(ring), flat=len(flat))
+    _check_tiles(found, len(tiles))
+    _check_rows("ring", [run for run in found if run.in_ring], len(ring))
+    _check_rows("flat", [run for run in found if not run.in_ring], len(flat))
     to, of_ring = byte_rows(tiles), byte_rows(ring)
-    if flat.dtype == tiles.dtype:
-        of_flat = byte_rows(flat)
-        for tile, rows, there, in_ring in found:
-            to[tile, rows] = (of_ring if in_ring else of_flat)[there]
-        return
+    of_flat = byte_rows(flat) if flat.dtype == tiles.dtype else None
     for tile, rows, there, in_ring in found:
         if in_ring:
             to[tile, rows] = of_ring[there]
+        elif of_flat is not None:
+            to[tile, rows] = of_flat[there]
         else:
             tiles[tile, rows] = flat[there]
 
 
-def gather_tiles_cpu(
-    tiles: torch.Tensor,
-    tile_ids: torch.Tensor,
-    rings: RingTable,
-    addresses: torch.Tensor,
-) -> None:
+def gather_tiles_cpu(tiles: torch.Tensor, rings: RingTable, found: list[Run]) -> None:
     """gather_tiles() of dsv4_tiles. Raises IndexError where an id or address is out of range."""
-    found = runs(tile_ids, addresses)
+    _check_tiles(found, tiles.shape[1])
+    _check_rows("ring", found, min(map(len, rings.byte_rows)))
     for layer, ring in zip(byte_rows(tiles), rings.byte_rows, strict=True):
-        _check(found, tiles=len(layer), ring=len(ring))
         for tile, rows, there, _ in found:
             layer[tile, rows] = ring[there]
 
 
-def scatter_tables_cpu(
-    table: TileTable, tile_ids: torch.Tensor, addresses: torch.Tensor
-) -> None:
-    """scatter_tables() of dsv4_tiles. Raises IndexError where an id or address is out of range."""
-    _scatter(table.byte_rows, tile_ids, addresses)
+def scatter_cpu(entries: Sequence[tuple[Bytes, Bytes]], found: list[Run]) -> None:
+    """scatter_tables() and scatter_layer() of dsv4_tiles: (tiles, ring) of each layer.
 
-
-def scatter_layer_cpu(
-    tiles: torch.Tensor,
-    tile_ids: torch.Tensor,
-    ring: torch.Tensor,
-    addresses: torch.Tensor,
-) -> None:
-    """scatter_layer() of dsv4_tiles. Raises IndexError where an id or address is out of range."""
-    _scatter([(byte_rows(tiles), byte_rows(ring))], tile_ids, addresses)
-
-
-def _scatter(
-    entries: Iterable[tuple[Bytes, Bytes]],
-    tile_ids: torch.Tensor,
-    addresses: torch.Tensor,
-) -> None:
-    found = runs(tile_ids, addresses)
+    Raises IndexError where an id or address is out of range.
+    """
+    _check_tiles(found, min(len(tiles) for tiles, _ in entries))
+    _check_rows("ring", found, min(len(ring) for _, ring in entries))
     for tiles, ring in entries:
-        _check(found, tiles=len(tiles), ring=len(ring))
         for tile, rows, there, _ in found:
             ring[there] = tiles[tile, rows]
 
 
-def _check(found: list[Run], *, tiles: int, ring: int, flat: int | None = None) -> None:
-    """Nothing out of range: a slice would be cut short without an error. Before any write.
+# A slice that is out of range is cut short without an error. Checked before any write.
 
-    flat: None where addresses are plain ring rows, none of them below 0.
-    """
-    for tile, _, there, in_ring in found:
+
+def _check_tiles(found: list[Run], tiles: int) -> None:
+    for tile in (min(run.tile for run in found), max(run.tile for run in found)):
         if not 0 <= tile < tiles:
             raise IndexError(f"tile id {tile}; expected 0 to {tiles - 1}")
-        if flat is None and in_ring:
-            raise IndexError(f"ring row {-1 - there.start}; expected 0 to {ring - 1}")
-        size = ring if in_ring or flat is None else flat
-        if there.stop > size:
-            kind = "ring" if in_ring or flat is None else "flat"
-            raise IndexError(f"{kind} row {there.stop - 1}; expected 0 to {size - 1}")
+
+
+def _check_rows(kind: str, found: list[Run], size: int) -> None:
+    last = max((run.there.stop for run in found), default=0) - 1
+    if last >= size:
+        raise IndexError(f"{kind} row {last}; expected 0 to {size - 1}")

@@ -29,11 +29,12 @@ from sglang.kernels.ops.kvcache.dsv4_tile_kernels import (
 )
 from sglang.kernels.ops.kvcache.dsv4_tile_rows import (
     Bytes,
+    Run,
     byte_rows,
     capture_layer_cpu,
     gather_tiles_cpu,
-    scatter_layer_cpu,
-    scatter_tables_cpu,
+    runs,
+    scatter_cpu,
 )
 from sglang.kernels.ops.kvcache.dsv4_tile_scatter_kernels import (
     scatter_layer_triton,
@@ -145,6 +146,7 @@ def capture_layer(
     flat: torch.Tensor,
     ring: torch.Tensor,
     addresses: torch.Tensor,
+    found: list[Run] | None = None,
 ) -> None:
     """Fill one layer's part of some tiles, from this step's flat rows and the ring.
 
@@ -153,7 +155,8 @@ def capture_layer(
     will do), in the tiles' dtype; or float32 for bfloat16 tiles and the reverse, and
     then rows are cast as a store into the ring casts them: to nearest, ties to even.
     ring: [ring_rows, width] in the tiles' dtype, contiguous. addresses: int64
-    [N, rows]: a >= 0 is row a of flat, a < 0 is row -1 - a of the ring.
+    [N, rows]: a >= 0 is row a of flat, a < 0 is row -1 - a of the ring. found: on a CPU,
+    the coded runs() of these, for who has them.
 
     Writes the named tiles only, on the current stream. Ring rows must not have been
     overwritten by this step yet.
@@ -170,8 +173,11 @@ def capture_layer(
     check_ring(ring, tiles)
     check_rows("flat", flat, tiles, castable_to(tiles.dtype))
     if tile_ids.shape[0]:
-        run = capture_layer_cpu if _on_cpu(tiles) else capture_layer_triton
-        run(tiles, tile_ids, flat, ring, addresses)
+        if _on_cpu(tiles):
+            found = found or runs(tile_ids, addresses, coded=True)
+            capture_layer_cpu(tiles, flat, ring, found)
+        else:
+            capture_layer_triton(tiles, tile_ids, flat, ring, addresses)
 
 
 def gather_tiles(
@@ -179,12 +185,13 @@ def gather_tiles(
     tile_ids: torch.Tensor,
     rings: RingTable,
     addresses: torch.Tensor,
+    found: list[Run] | None = None,
 ) -> None:
     """Fill some tiles from the rings, all layers.
 
     tiles: [layers, num_tiles + 1, rows, width], contiguous, in the rings' dtype.
     tile_ids: int64 [N], each at most once. addresses: int64 [N, rows], ring rows, the
-    same in every layer.
+    same in every layer. found: on a CPU, the runs() of these, for who has them.
 
     Writes the named tiles only, on the current stream.
 
@@ -199,17 +206,23 @@ def gather_tiles(
     check_ids(tiles.shape[2], tile_ids, addresses)
     check_rings(tiles, rings)
     if tile_ids.shape[0]:
-        run = gather_tiles_cpu if _on_cpu(tiles) else gather_tiles_triton
-        run(tiles, tile_ids, rings, addresses)
+        if _on_cpu(tiles):
+            gather_tiles_cpu(tiles, rings, found or runs(tile_ids, addresses))
+        else:
+            gather_tiles_triton(tiles, tile_ids, rings, addresses)
 
 
 def scatter_tables(
-    table: TileTable, tile_ids: torch.Tensor, addresses: torch.Tensor
+    table: TileTable,
+    tile_ids: torch.Tensor,
+    addresses: torch.Tensor,
+    found: list[Run] | None = None,
 ) -> None:
     """Write some tiles into the rings, all streams and layers of a table, in one launch.
 
     tile_ids: int64 [N]; a tile may be named several times. addresses: int64 [N, rows],
-    ring rows, the same in every stream and layer; none may be named twice.
+    ring rows, the same in every stream and layer; none may be named twice. found: on a
+    CPU, the runs() of these, for who has them.
 
     Writes the addressed ring rows only, on the current stream. All layers of the named
     tiles must be there: see scatter_layer for a load in flight.
@@ -223,9 +236,10 @@ def scatter_tables(
     """
     check_ids(table.rows, tile_ids, addresses)
     if tile_ids.shape[0]:
-        on_cpu = table.tile_pointers.device.type == "cpu"
-        run = scatter_tables_cpu if on_cpu else scatter_tables_triton
-        run(table, tile_ids, addresses)
+        if _on_cpu(table.tile_pointers):
+            scatter_cpu(table.byte_rows, found or runs(tile_ids, addresses))
+        else:
+            scatter_tables_triton(table, tile_ids, addresses)
 
 
 def scatter_layer(
@@ -233,11 +247,13 @@ def scatter_layer(
     tile_ids: torch.Tensor,
     ring: torch.Tensor,
     addresses: torch.Tensor,
+    found: list[Run] | None = None,
 ) -> None:
     """Write one layer's part of some tiles into that layer's ring, one stream.
 
     tiles: [num_tiles + 1, rows, width] of one layer, contiguous. ring: [ring_rows,
     width] in the tiles' dtype, contiguous. tile_ids and addresses as in scatter_tables.
+    found: on a CPU, the runs() of these, for who has them.
 
     Writes the addressed ring rows only, on the current stream, which must have waited
     for this layer of the tiles; other layers may still be loading.
@@ -253,10 +269,12 @@ def scatter_layer(
     check_ids(tiles.shape[1], tile_ids, addresses)
     check_ring(ring, tiles)
     if tile_ids.shape[0]:
-        run = scatter_layer_cpu if _on_cpu(tiles) else scatter_layer_triton
-        run(tiles, tile_ids, ring, addresses)
+        if _on_cpu(tiles):
+            entry = (byte_rows(tiles), byte_rows(ring))
+            scatter_cpu([entry], found or runs(tile_ids, addresses))
+        else:
+            scatter_layer_triton(tiles, tile_ids, ring, addresses)
 
 
 def _on_cpu(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu"
-

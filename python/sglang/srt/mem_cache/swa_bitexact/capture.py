@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from sglang.kernels.ops.kvcache.dsv4_tile_rows import runs
 from sglang.kernels.ops.kvcache.dsv4_tiles import (
     RingTable,
     capture_layer,
     gather_tiles,
 )
 from sglang.srt.mem_cache.swa_bitexact.layout import STATE_STREAMS, WINDOW_STREAMS
-from sglang.srt.mem_cache.swa_bitexact.tile_table import CapturePlan
+from sglang.srt.mem_cache.swa_bitexact.tile_table import CapturePlan, StepRows
 from sglang.srt.utils import is_pin_memory_available
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
     from sglang.srt.mem_cache.swa_bitexact.capture_pool import CapturePool
     from sglang.srt.mem_cache.swa_bitexact.checksum import TileChecksums
+
+Positions = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class TileWriter:
@@ -87,12 +91,9 @@ class TileWriter:
     ) -> None:
         layer = self.layer_index[stream][layer_id]
         ring = self.rings[stream].buffers[layer]
+        tile_ids, addresses, found = self._rows(stream, plan, from_flat=True)
         capture_layer(
-            self.pool.buffers[stream][layer],
-            plan.tile_ids,
-            flat,
-            ring,
-            self._addresses(stream, plan, from_flat=True),
+            self.pool.buffers[stream][layer], tile_ids, flat, ring, addresses, found
         )
         if self.checksums is not None:
             self.checksums.captured(stream, layer_id, plan, ring, flat)
@@ -100,26 +101,36 @@ class TileWriter:
     def _all_layers(self, streams: tuple[str, ...], plan: CapturePlan) -> None:
         for stream in streams:
             if stream in self.rings:
+                tile_ids, addresses, found = self._rows(stream, plan, from_flat=False)
                 gather_tiles(
                     self.pool.buffers[stream],
-                    plan.tile_ids,
+                    tile_ids,
                     self.rings[stream],
-                    self._addresses(stream, plan, from_flat=False),
+                    addresses,
+                    found,
                 )
                 if self.checksums is not None:
                     for layer_id, layer in self.layer_index[stream].items():
                         ring = self.rings[stream].buffers[layer]
                         self.checksums.captured(stream, layer_id, plan, ring)
 
-    def _addresses(
-        self, stream: str, plan: CapturePlan, *, from_flat: bool
-    ) -> torch.Tensor:
+    def _rows(self, stream: str, plan: CapturePlan, *, from_flat: bool) -> StepRows:
         geometry = self.pool.layout.streams[stream]
         key = (geometry.rows, geometry.ring_rows, from_flat)
-        if key not in plan.addresses:
+        if key not in plan.rows:
             on_host = row_addresses(plan, *key[:2], from_flat=from_flat, pin=self._pin)
-            plan.addresses[key] = on_host.to(self.pool.device, non_blocking=True)
-        return plan.addresses[key]
+            plan.rows[key] = step_rows(plan.tile_ids, on_host, coded=from_flat)
+        return plan.rows[key]
+
+
+def step_rows(
+    tile_ids: torch.Tensor, on_host: torch.Tensor, *, coded: bool
+) -> StepRows:
+    """Ids, and the addresses on their device; on a CPU their runs(), which all layers share."""
+    addresses = on_host.to(tile_ids.device, non_blocking=True)
+    if tile_ids.device.type != "cpu":
+        return StepRows(tile_ids, addresses, None)
+    return StepRows(tile_ids, addresses, runs(tile_ids, addresses, coded=coded))
 
 
 def row_addresses(
@@ -135,24 +146,23 @@ def row_addresses(
         positions 510, 511 -> 100, 101
     """
     captures = plan.captures
-    boundaries = [c.boundary for c in captures]
-    ring = ring_addresses([c.slot for c in captures], boundaries, rows, ring_rows)
-    if from_flat:
-        start, first = torch.tensor(
-            [[c.chunk_start for c in captures], [c.first_row for c in captures]]
-        )[:, :, None]
-        position = positions_before(boundaries, rows)
-        ring = torch.where(position < start, -1 - ring, first + position - start)
-    return ring.pin_memory() if pin else ring
-
-
-def positions_before(boundaries: list[int], rows: int) -> torch.Tensor:
-    """The ``rows`` positions before each boundary, int64 [boundaries, rows] on the host."""
-    return torch.tensor(boundaries)[:, None] - rows + torch.arange(rows)
+    slots, boundaries = [c.slot for c in captures], [c.boundary for c in captures]
+    if not from_flat:
+        return ring_addresses(slots, boundaries, rows, ring_rows, pin=pin)
+    start = np.array([c.chunk_start for c in captures])[:, None]
+    first = np.array([c.first_row for c in captures])[:, None]
+    position = positions_before(boundaries, rows)
+    in_ring = -1 - ring_rows_of(slots, position, ring_rows)
+    return _on_host(np.where(position < start, in_ring, first + position - start), pin)
 
 
 def ring_addresses(
-    slots: list[int], boundaries: list[int], rows: int, ring_rows: int
+    slots: list[int],
+    boundaries: list[int],
+    rows: int,
+    ring_rows: int,
+    *,
+    pin: bool = False,
 ) -> torch.Tensor:
     """Ring rows of the ``rows`` positions before each boundary, int64 [slots, rows] on the host.
 
@@ -161,7 +171,25 @@ def ring_addresses(
     of a sequence reads as its overlap.
     """
     position = positions_before(boundaries, rows)
-    return torch.tensor(slots)[:, None] * ring_rows + position % ring_rows
+    return _on_host(ring_rows_of(slots, position, ring_rows), pin)
+
+
+# In NumPy: per step and stream, an operation there costs a fraction of one of torch.
+
+
+def positions_before(boundaries: list[int], rows: int) -> Positions:
+    """The ``rows`` positions before each boundary, int64 [boundaries, rows]."""
+    return np.array(boundaries, dtype=np.int64)[:, None] - rows + np.arange(rows)
+
+
+def ring_rows_of(slots: list[int], position: Positions, ring_rows: int) -> Positions:
+    """The ring row of each position, int64; one row of ``position`` per slot."""
+    return np.array(slots, dtype=np.int64)[:, None] * ring_rows + position % ring_rows
+
+
+def _on_host(rows: Positions, pin: bool) -> torch.Tensor:
+    tensor = torch.from_numpy(rows)
+    return tensor.pin_memory() if pin else tensor
 
 
 def _ring_buffers(

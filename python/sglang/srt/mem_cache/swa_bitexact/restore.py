@@ -11,9 +11,10 @@ from sglang.kernels.ops.kvcache.dsv4_tiles import (
     scatter_layer,
     scatter_tables,
 )
-from sglang.srt.mem_cache.swa_bitexact.capture import ring_addresses
+from sglang.srt.mem_cache.swa_bitexact.capture import ring_addresses, step_rows
 from sglang.srt.mem_cache.swa_bitexact.capture_pool import CLEARED_TILE
 from sglang.srt.mem_cache.swa_bitexact.layout import STATE_STREAMS, WINDOW_STREAMS
+from sglang.srt.mem_cache.swa_bitexact.tile_table import StepRows
 from sglang.srt.utils import is_pin_memory_available
 
 if TYPE_CHECKING:
@@ -54,8 +55,9 @@ class RestorePlan:
     tile_ids: torch.Tensor
     layer_wise: bool = False
     executed: bool = False
-    # Ring rows per (rows, ring rows), filled in by the first stream that needs them.
-    addresses: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    # Per (rows, ring rows): tile ids, ring rows and, on a CPU, their runs; filled in by the
+    # first stream that needs them.
+    rows: dict[tuple[int, int], StepRows] = field(default_factory=dict)
 
     @property
     def warm(self) -> int:
@@ -207,12 +209,13 @@ class TileReader:
             if (stream, layer_id) in self._to_come:
                 self._to_come.remove((stream, layer_id))
                 layer = self._layer_index[stream][layer_id]
-                tile_ids, addresses = self._rows(stream, self._running)
+                tile_ids, addresses, found = self._rows(stream, self._running)
                 scatter_layer(
                     self._pool.buffers[stream][layer],
                     tile_ids,
                     self._rings[stream].buffers[layer],
                     addresses,
+                    found,
                 )
                 if self.checksums is not None:
                     self._check(stream, layer_id, self._running)
@@ -221,20 +224,18 @@ class TileReader:
 
     def _check(self, stream: str, layer_id: int, plan: RestorePlan) -> None:
         ring = self._rings[stream].buffers[self._layer_index[stream][layer_id]]
-        tile_ids, addresses = self._rows(stream, plan)
+        tile_ids, addresses, _ = self._rows(stream, plan)
         assert self.checksums is not None
         self.checksums.restored(stream, layer_id, tile_ids, ring, addresses)
 
-    def _rows(
-        self, stream: str, plan: RestorePlan
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rows(self, stream: str, plan: RestorePlan) -> StepRows:
         """Tile ids and ring rows of the slots to write; windows only where there is a prefix."""
         geometry = self._pool.layout.streams[stream]
         key = (geometry.rows, geometry.ring_rows)
-        if key not in plan.addresses:
-            on_host = ring_addresses(plan.slots, plan.boundaries, *key)
-            if self._pin:
-                on_host = on_host.pin_memory()
-            plan.addresses[key] = on_host.to(self._pool.device, non_blocking=True)
-        count = plan.warm if stream in WINDOW_STREAMS else len(plan.slots)
-        return plan.tile_ids[:count], plan.addresses[key][:count]
+        if key not in plan.rows:
+            count = plan.warm if stream in WINDOW_STREAMS else len(plan.slots)
+            on_host = ring_addresses(
+                plan.slots[:count], plan.boundaries[:count], *key, pin=self._pin
+            )
+            plan.rows[key] = step_rows(plan.tile_ids[:count], on_host, coded=False)
+        return plan.rows[key]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from sglang.kernels.ops.kvcache.dsv4_tile_rows import Run
 
 
 @dataclass
@@ -22,6 +25,17 @@ class RequestTiles:
     # unless they lie on the grid and tiles are plenty.
     decoded: list[int] = field(default_factory=list)
     released: bool = False
+
+
+class StepRows(NamedTuple):
+    """Which tiles a step fills or reads, int64 [N], and where their rows are, int64 [N, rows].
+
+    Both on the device. runs: on a CPU, the same as neighbouring rows; else None.
+    """
+
+    tile_ids: torch.Tensor
+    addresses: torch.Tensor
+    runs: list[Run] | None
 
 
 class TileCapture(NamedTuple):
@@ -44,10 +58,10 @@ class TileCapture(NamedTuple):
 class CapturePlan:
     """What one step captures; made by the scheduler, executed by the attention backend.
 
-    tile_ids: int64 [len(captures)] on the device. addresses: where the rows come from,
-    by (rows, ring rows, from flat rows), filled in by the first hook that needs them, shared by all layers.
+    tile_ids: int64 [len(captures)] on the device. rows: where the rows come from, by
+    (rows, ring rows, from flat rows), filled in by the first hook that needs them, shared by all layers.
     """
 
     captures: tuple[TileCapture, ...]
     tile_ids: torch.Tensor
-    addresses: dict[tuple[int, int, bool], torch.Tensor] = field(default_factory=dict)
+    rows: dict[tuple[int, int, bool], StepRows] = field(default_factory=dict)
