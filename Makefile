@@ -42,8 +42,8 @@ soak-server: ## ten minutes of 64 clients, some hang up, over storage that fails
 soak-ops: ## random operations on the caches beside a model, 10^6 of them; SOAK="--steps 20000 --seed 1"
 	@venv=$$($(PYTHON) tools/venv.py) && $$venv/bin/python tools/soak_ops.py $(SOAK)
 
-bench: ## what the no-op calls of part 1 cost, stock against part 1
-	@venv=$$($(PYTHON) tools/venv.py) && $$venv/bin/python benchmark/noop_hooks.py
+bench: ## the figures of docs/performance.md, in a report and a page; BENCH="--quick --only restore"
+	@venv=$$($(PYTHON) tools/venv.py) && $$venv/bin/python benchmark/bench.py --out build/bench $(BENCH)
 
 replay: ## conversations against the real tree: reuse that is left under each placement of tiles, and their cost
 	@venv=$$($(PYTHON) tools/venv.py) && \
