@@ -135,7 +135,8 @@ def measure(rounds: int) -> dict[str, Any]:
         if quiet:
             bench.begin(_BOUNDARY)
         step(True)
-        with_it, without = [], []
+        with_it: list[Step] = []
+        without: list[Step] = []
         for number in range(min(rounds * _QUIET_STEPS, _BOUNDARY // 2 - 2) if quiet else rounds):
             for capture in (True, False) if number % 2 else (False, True):
                 (with_it if capture else without).append(step(capture))

@@ -10,6 +10,7 @@ memory and back, in the pieces that HiCache copies, against one piece. Times are
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -85,7 +86,12 @@ def _kernels(buffers: Buffers) -> dict[str, tuple[int, Callable[[int], Callable[
     def restore(count: int) -> Callable[[int], Callable[[], None]]:
         def ready(number: int) -> Callable[[], None]:
             named = [(table, *buffers.named(name, number, count)) for name, table in buffers.tables.items()]
-            return lambda: [scatter_tables(*call) for call in named] and None
+
+            def run() -> None:
+                for call in named:
+                    scatter_tables(*call)
+
+            return run
 
         return ready
 
@@ -115,11 +121,12 @@ def _kernels(buffers: Buffers) -> dict[str, tuple[int, Callable[[int], Callable[
     }
 
 
-def _seconds(call: Callable[[], Any]) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+def _seconds(call: Callable[..., Any], *arguments: Any) -> float:
+    make_event: Any = torch.cuda.Event
+    begin, end = (make_event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     begin.record()
-    call()
+    call(*arguments)
     end.record()
     torch.cuda.synchronize()
     return float(begin.elapsed_time(end)) / 1e3
@@ -136,7 +143,7 @@ def measure(rounds: int) -> dict[str, Any]:
         ours, copies = [], []
         for number in range(-3, rounds):
             call, k = ready(number % 64), number % 4
-            pair = _seconds(call), _seconds(lambda k=k, s=source, t=target: t[k].copy_(s[k]))
+            pair = _seconds(call), _seconds(target[k].copy_, source[k])
             if number >= 0:
                 ours.append(pair[0])
                 copies.append(pair[1])
@@ -151,19 +158,20 @@ def _host_copies(buffers: Buffers, rounds: int) -> dict[str, Any]:
     pinned = torch.ones(buffers.tile_bytes, dtype=torch.uint8).pin_memory()
     whole = torch.ones(buffers.tile_bytes, dtype=torch.uint8, device="cuda")
     pieces = [layer[1].view(torch.uint8).flatten() for tiles in buffers.tiles.values() for layer in tiles]
-    places = list(pinned.split([piece.numel() for piece in pieces]))
+    ends = [0, *itertools.accumulate(piece.numel() for piece in pieces)]
+    places = [pinned[a:b] for a, b in itertools.pairwise(ends)]
 
     def in_pieces(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source, non_blocking=True)
 
     out = {}
-    for name, to_host in (("device_to_host", True), ("host_to_device", False)):
+    ways = {"device_to_host": (places, pieces, pinned, whole), "host_to_device": (pieces, places, whole, pinned)}
+    for name, (targets, sources, target, source) in ways.items():
         ours, one = [], []
         for _ in range(rounds):
-            ours.append(_seconds(lambda t=to_host: in_pieces(*((places, pieces) if t else (pieces, places)))))
-            a, b = (pinned, whole) if to_host else (whole, pinned)
-            one.append(_seconds(lambda a=a, b=b: a.copy_(b, non_blocking=True)))
+            ours.append(_seconds(in_pieces, targets, sources))
+            one.append(_seconds(target.copy_, source, True))
         out[name] = {**ratio(ours, one), "bytes_per_second": buffers.tile_bytes / statistics.median(ours)}
     return out
 

@@ -11,10 +11,12 @@ of the same number. Times are this thread's processor time.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,14 +102,12 @@ def plain_copy(size: int, slots: int) -> Callable[[int], None]:
 
 def _calls_counted(pools: Pools, run: Callable[[int], None]) -> int:
     """Tile calls of one run: each would be a launch on an accelerator."""
-    from sglang.srt.mem_cache.swa_bitexact import restore
-
-    with (
-        mock.patch.object(restore, "scatter_tables", wraps=restore.scatter_tables) as tables,
-        mock.patch.object(restore, "scatter_layer", wraps=restore.scatter_layer) as layers,
-    ):
+    module = importlib.import_module("sglang.srt.mem_cache.swa_bitexact.restore")
+    names = ("scatter_tables", "scatter_layer")
+    with ExitStack() as stack:
+        counted = [stack.enter_context(mock.patch.object(module, n, wraps=getattr(module, n))) for n in names]
         run(0)
-    return tables.call_count + layers.call_count
+        return sum(call.call_count for call in counted)
 
 
 def _queue(pools: Pools) -> Callable[[int], None]:
