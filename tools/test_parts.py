@@ -49,12 +49,13 @@ FIRST_PART = {
         "oracle",
         "publish",
         "publish_traps",
+        "receipt",
         "restore_queue",
         "stored_rows",
         "tile_reader",
         "tiers",
     ),
-    5: ("checksum", "coupling"),
+    5: ("checksum", "coupling", "metrics"),
 }
 
 

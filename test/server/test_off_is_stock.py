@@ -89,6 +89,7 @@ def test_the_requests_reuse_prefixes(observed):
 @_MODES
 def test_metrics_have_the_same_names(observed, mode):
     assert observed[mode].metrics.keys() == observed["stock"].metrics.keys()
+    assert not any("bitexact" in name for name in observed[mode].metrics)
 
 
 @_MODES

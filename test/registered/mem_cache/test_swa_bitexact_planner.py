@@ -90,7 +90,7 @@ def test_in_a_shortage_a_newer_decode_tile_takes_the_place_of_an_older_one():
         assert all(max(r.swa_tiles.tiles) == length for r in requests)
     # 80 captures in 8 tiles: each request keeps its last two boundaries, none is dropped.
     assert [sorted(r.swa_tiles.tiles) for r in requests] == [[19 * PAGE, 20 * PAGE]] * 4
-    assert p.counters == TileCounters(captured=80, returned=72)
+    assert p.counters == TileCounters(captured=80, returned=72, superseded=72)
 
 
 def test_what_is_dropped_is_logged_at_powers_of_two(caplog):
@@ -121,7 +121,7 @@ def test_an_off_grid_decode_tile_goes_back_when_the_next_boundary_is_captured():
     for length, kept in [(256, [256]), (512, [512]), (768, [768]), (1024, [1024]), (1280, [1024, 1280])]:
         p.finish(p.plan_decode(decode((a, length))))
         assert sorted(a.swa_tiles.tiles) == kept
-    assert p.counters == TileCounters(captured=5, returned=3)
+    assert p.counters == TileCounters(captured=5, returned=3, superseded=3)
     p.allocator.check_tiles(a.swa_tiles.tiles.values())
 
 

@@ -55,7 +55,7 @@ def test_a_probe_arms_nothing(cache):
     """Priority, load estimates and chunk sizes look the prefix up, too."""
     a = TileRequest(cache, TOKENS, seed=2).match(for_reuse=False)
     cache.match(TOKENS)
-    assert (a.req.prefix_len, a.req.swa_nominal_hit) == (3 * P, None)
+    assert (a.req.prefix_len, a.req.swa_match) == (3 * P, None)
     a.req.lock = cache.tree.lock(a.req.last_node)
     a.extend(3 * P + 1)
     assert a.take_restores() is None
@@ -84,7 +84,7 @@ def test_a_rejected_admission_counts_when_it_takes_a_slot(cache):
     a = TileRequest(cache, TOKENS, seed=2)
     for _ in range(3):
         a.match()
-        assert (a.req.prefix_len, a.req.swa_nominal_hit) == (3 * P, 3 * P)
+        assert (a.req.prefix_len, a.req.swa_match.nominal) == (3 * P, 3 * P)
     assert counters(cache) == ReuseCounters()
     cache.evict_device()
     a.admit(loads=False).extend(3 * P + 1)
@@ -96,7 +96,7 @@ def test_a_retracted_request_is_armed_by_its_next_match(cache):
     a = TileRequest(cache, TOKENS, seed=2).admit().extend(3 * P + 1)
     assert queued(a) is not None
     a.retract()
-    assert a.req.swa_nominal_hit is None
+    assert a.req.swa_match is None
     a.admit().extend(3 * P + 1)
     assert queued(a) == ([a.req.kv.req_pool_idx], [3 * P])
     assert counters(cache) == ReuseCounters(reused=2, cold=0, nominal_tokens=6 * P, effective_tokens=6 * P)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,8 +22,6 @@ from sglang.srt.runtime_context import get_memory, get_schedule
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
     from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
-
-logger = logging.getLogger(__name__)
 
 # What SGLANG_DSV4_COMPRESS_STATE_DTYPE can mean, by the c4 state's bytes per element.
 _STATE_DTYPES = {4: torch.float32, 2: torch.bfloat16}
@@ -87,14 +84,5 @@ class TilePoolConfigurator(DSV4PoolConfigurator):
                 stride=stride,
             ),
             stride=stride,
-        )
-        logger.info(
-            "Bit-exact reuse: %d tiles of %.2f MiB on the device, %.2f GiB per rank "
-            "(%.3g of KV memory), page stride %d.",
-            tiles,
-            self.tile_bytes / 2**20,
-            (tiles + 1) * self.tile_bytes / 2**30,
-            self.tile_fraction,
-            stride,
         )
         return config

@@ -76,7 +76,7 @@ class TileStackStrategy(assembler._DeepSeekV4Strategy):
     ) -> assembler.StackBuildResult:
         """DeepSeek-V4's stack, and the tiles' host pools in its group.
 
-        Allocates and pins host memory; logs its size. The storage backend is attached last:
+        Allocates and pins host memory. The storage backend is attached last:
         it is given all pools at once, and its keys carry the identity of what is stored.
 
         Raises:
@@ -173,7 +173,7 @@ def check_host_pools(params: CacheInitParams) -> None:
 
 
 def _host_tile_count(group: HostPoolGroup, pool: CapturePool) -> int:
-    """Host tiles beside the pools that ``group`` has; checked, and logged."""
+    """Host tiles beside the pools that ``group`` has; checked, and warned of."""
     memory = get_memory()
     full_bytes = sum(_host_bytes(entry.host_pool) for entry in group.entries)
     fraction, tile_bytes = memory.hicache_swa_host_tile_fraction, pool.layout.nbytes
@@ -189,15 +189,6 @@ def _host_tile_count(group: HostPoolGroup, pool: CapturePool) -> int:
         stride=memory.hicache_swa_offload_page_stride,
     ):
         logger.warning("Bit-exact reuse: %s", warning)
-    logger.info(
-        "Bit-exact reuse: %d reuse points of %.2f MiB in host memory, %.2f GB per rank "
-        "(%.3g of HiCache's), page stride %d.",
-        count,
-        tile_bytes / 2**20,
-        count * tile_bytes / 1e9,
-        fraction,
-        memory.hicache_swa_offload_page_stride,
-    )
     return count
 
 

@@ -26,11 +26,13 @@ logger = logging.getLogger(__name__)
 @dataclass
 class TileCounters:
     """Since start-up. planned = captured + dropped; returned: of aborted, retracted or
-    finished requests, and decode tiles that a later boundary replaced."""
+    finished requests, and decode tiles that a later boundary replaced, which are superseded
+    as well."""
 
     captured: int = 0
     dropped: int = 0
     returned: int = 0
+    superseded: int = 0
 
 
 class CapturePlanner:
@@ -164,6 +166,7 @@ class CapturePlanner:
         for owner, *_, decode in captures:
             if decode and len(back) < missing:
                 back += self._oldest_decoded(owner)
+        self.counters.superseded += len(back)
         self._return(back)
 
     def _oldest_decoded(self, owner: RequestTiles) -> list[torch.Tensor]:
@@ -202,7 +205,9 @@ class CapturePlanner:
                 back += _pop(owner, boundary)
             elif decode:
                 if owner.decoded and not self._kept(owner.decoded[-1]):
-                    back += _pop(owner, owner.decoded.pop())
+                    older = _pop(owner, owner.decoded.pop())
+                    self.counters.superseded += len(older)
+                    back += older
                 owner.decoded.append(boundary)
         self._return(back)
 

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import InsertParams, InsertResult
     from sglang.srt.mem_cache.swa_bitexact.allocator import TileTokenToKVPoolAllocator
     from sglang.srt.mem_cache.unified_cache.cache_action import ComponentAction
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import (
+        BaseEvictionResult,
+    )
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 logger = logging.getLogger(__name__)
@@ -35,6 +38,7 @@ class TilePublisher:
 
     published: tiles handed to the tree since start-up, duplicates that it freed included.
     refused: windows that an insert wanted to publish where no tile is; must stay 0.
+    evicted: tiles of cached prefixes that left a tier to make room.
     """
 
     def __init__(self, cache: UnifiedRadixCache) -> None:
@@ -44,6 +48,7 @@ class TilePublisher:
         # Whether the insert under way ends at a tile.
         self._ends_at_tile = False
         self.published = 0
+        self.evicted = {"device": 0, "host": 0}
         self.refused = 0
 
     def insert(self, req: Req, insert: InsertParams) -> InsertResult:
@@ -118,6 +123,15 @@ class TilePublisher:
         if recovers:
             self._allocator.free_segment(rows, start_pos=0)
         return False
+
+    def count_evicted(self, result: BaseEvictionResult) -> None:
+        """A step of the tree's eviction is about to free what ``result`` names."""
+        for tier, frees in (
+            ("device", result.device_frees),
+            ("host", result.host_frees),
+        ):
+            slots = sum(len(value) for value in frees.get(ComponentType.SWA, ()))
+            self.evicted[tier] += slots // self._page_size
 
     def backup_late(self, node_ids: Iterable[int]) -> None:
         """Back up windows that came while their node's earlier backup was under way.

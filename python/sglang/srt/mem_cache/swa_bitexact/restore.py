@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.swa_bitexact.allocator import TileTokenToKVPoolAllocator
     from sglang.srt.mem_cache.swa_bitexact.capture import TileWriter
     from sglang.srt.mem_cache.swa_bitexact.checksum import TileChecksums
+    from sglang.srt.mem_cache.swa_bitexact.receipt import ReuseReceipts
+
+# Times that are kept while nobody takes them.
+_MOST_TIMES = 1024
 
 
 @dataclass
@@ -47,7 +53,8 @@ class RestorePlan:
     slots, boundaries: the request slots just taken, and the length of the prefix that each
     reuses; those without one come last, with boundary 0. tile_ids: int64 [len(slots)] on the
     device, 0 where there is no prefix. layer_wise: a HiCache load is under way, so that a
-    layer's part of a tile is there only once that layer was waited for.
+    layer's part of a tile is there only once that layer was waited for. host_seconds: spent by
+    the host on planning and launching it so far; of no copy.
     """
 
     slots: list[int]
@@ -55,6 +62,7 @@ class RestorePlan:
     tile_ids: torch.Tensor
     layer_wise: bool = False
     executed: bool = False
+    host_seconds: float = 0.0
     # Per (rows, ring rows): tile ids, ring rows and, on a CPU, their runs; filled in by the
     # first stream that needs them.
     rows: dict[tuple[int, int], StepRows] = field(default_factory=dict)
@@ -69,9 +77,13 @@ class RestoreQueue:
     """The scheduler's side: which slots need their window and state, and from which tile."""
 
     def __init__(
-        self, allocator: TileTokenToKVPoolAllocator, slots: ReqToTokenPool
+        self,
+        allocator: TileTokenToKVPoolAllocator,
+        slots: ReqToTokenPool,
+        receipts: ReuseReceipts,
     ) -> None:
         self._allocator = allocator
+        self.receipts = receipts
         self._page_size = allocator.page_size
         self._req_to_token_pool = slots
         self._pin = is_pin_memory_available(slots.device)
@@ -84,29 +96,32 @@ class RestoreQueue:
         Admission may be refused after it; the next attempt matches, and arms, again.
         """
         if params.for_reuse and params.req is not None:
-            params.req.swa_nominal_hit = result.full_kv_hit_length
+            params.req.swa_match = self.receipts.matched(params.req, result)
 
     def queue(self, reqs: list[Req], req_pool_indices: torch.Tensor) -> None:
         """Queue the restores of armed requests among ``reqs``, which just got these slots.
 
         A request is armed by the match before it takes a slot, and disarmed here: later
-        chunks are left alone. Reads which tile the end of the prefix is mapped to; the
-        request's lock keeps it there until the step was launched. No synchronization.
+        chunks are left alone. Writes its receipt. Reads which tile the end of the prefix is
+        mapped to; the request's lock keeps it there until the step was launched. No
+        synchronization.
 
         Raises:
             AssertionError: a prefix does not end at a page boundary.
         """
+        began = time.perf_counter()
         taken: list[tuple[int, int]] = []
         for req, slot in zip(reqs, req_pool_indices.tolist(), strict=True):
-            nominal, req.swa_nominal_hit = req.swa_nominal_hit, None
-            if nominal is None:
+            match, req.swa_match = req.swa_match, None
+            if match is None:
                 continue
             assert req.prefix_len % self._page_size == 0, (
                 f"request {req.rid} reuses {req.prefix_len} tokens, expected whole pages of "
                 f"{self._page_size}: no tile ends there"
             )
             taken.append((slot, req.prefix_len))
-            self.counters.nominal_tokens += nominal
+            self.counters.nominal_tokens += match.nominal
+            self.receipts.take(req, match)
         if not taken:
             return
         taken.sort(key=lambda slot_and_prefix: slot_and_prefix[1] == 0)
@@ -115,6 +130,7 @@ class RestoreQueue:
         self.counters.reused += self._plan.warm
         self.counters.cold += len(slots) - self._plan.warm
         self.counters.effective_tokens += sum(boundaries)
+        self._plan.host_seconds = time.perf_counter() - began
 
     def take(self, *, layer_wise: bool) -> RestorePlan | None:
         """What was queued, for the batch that is being prepared."""
@@ -162,6 +178,8 @@ class TileReader:
         # The plan of the running step if it goes layer by layer, and its parts to come.
         self._running: RestorePlan | None = None
         self._to_come: set[tuple[str, int]] = set()
+        # Of plans with a prefix that are launched, until the metrics take them.
+        self.host_seconds: deque[float] = deque(maxlen=_MOST_TIMES)
 
     def restore(self, plan: RestorePlan) -> None:
         """Execute a plan once, before the first layer; calling again does nothing.
@@ -178,6 +196,7 @@ class TileReader:
         if plan.executed:
             return
         plan.executed = True
+        began = time.perf_counter()
         assert not self._to_come, (
             f"the step before did not reach {sorted(self._to_come)}: its slots were not "
             f"restored there"
@@ -192,6 +211,7 @@ class TileReader:
             return
         for stream, table in self._tables.items():
             scatter_tables(table, *self._rows(stream, plan))
+        self._launched(plan, began, last=True)
         if self.checksums is not None:
             for stream, layers in self._layer_index.items():
                 for layer_id in layers:
@@ -205,6 +225,7 @@ class TileReader:
         """
         if self._running is None:
             return
+        began = time.perf_counter()
         for stream in streams:
             if (stream, layer_id) in self._to_come:
                 self._to_come.remove((stream, layer_id))
@@ -219,8 +240,14 @@ class TileReader:
                 )
                 if self.checksums is not None:
                     self._check(stream, layer_id, self._running)
+        self._launched(self._running, began, last=not self._to_come)
         if not self._to_come:
             self._running = None
+
+    def _launched(self, plan: RestorePlan, began: float, *, last: bool) -> None:
+        plan.host_seconds += time.perf_counter() - began
+        if last and plan.warm:
+            self.host_seconds.append(plan.host_seconds)
 
     def _check(self, stream: str, layer_id: int, plan: RestorePlan) -> None:
         ring = self._rings[stream].buffers[self._layer_index[stream][layer_id]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -45,6 +45,20 @@ class DigestGroup(NamedTuple):
     pool: DeepSeekV4PagedHostPool
 
 
+@dataclass
+class TransferCounters:
+    """Since start-up, on this rank. to_host, to_device, to_storage, from_storage: tiles copied
+    there. host_failed: loads that found a changed page; storage_failed: pages or tiles whose
+    bytes were not those that were written."""
+
+    to_host: int = 0
+    to_device: int = 0
+    to_storage: int = 0
+    from_storage: int = 0
+    host_failed: int = 0
+    storage_failed: int = 0
+
+
 class StorageDigests:
     """One xxh3 (64 bits) per pool and host page.
 
@@ -74,6 +88,9 @@ class StorageDigests:
             if members
         )
         self.enabled = self.verifies_host
+        self.counters = TransferCounters()
+        # Nodes whose host pages changed, until their requests' receipts say so.
+        self.refused_loads: set[int] = set()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="tile-digests")
 
     def _pool(
@@ -123,6 +140,21 @@ class StorageDigests:
                     return False
         return True
 
+    def refused(self, node_id: int) -> None:
+        """The load of the path to ``node_id`` found a page, on whatever rank, that changed."""
+        self.counters.host_failed += 1
+        self.refused_loads.add(node_id)
+
+    def loaded(self, transfers: Sequence[PoolTransfer] | None) -> None:
+        """These are on their way to the device."""
+        self.counters.to_device += self.tiles_in(transfers)
+
+    def tiles_in(self, transfers: Iterable[PoolTransfer] | None) -> int:
+        """How many tiles ``transfers`` move: pages of their windows."""
+        return sum(
+            len(self.indices(t)) for t in transfers or () if t.name == PoolName.SWA
+        )
+
     # Words -----------------------------------------------------------------------
 
     def copied(self, operation: CacheOperation, done: Any) -> None:
@@ -130,6 +162,7 @@ class StorageDigests:
 
         Does not wait. Whoever reads words calls wait() first.
         """
+        self.counters.to_host += self.tiles_in(operation.pool_transfers)
         pages = [
             (transfer.name, index)
             for transfer in operation.pool_transfers or ()

@@ -84,7 +84,9 @@ class VerifiedStorage:
                 if self._digests.word(transfer.name, index) == 0:
                     value = self._digests.digest(transfer.name, index)
                     self._digests.set_word(transfer.name, index, value)
-        return self._with_digests(self._backend.batch_set_v2, transfers, extra_info)
+        results = self._with_digests(self._backend.batch_set_v2, transfers, extra_info)
+        self._digests.counters.to_storage += sum(results.get(PoolName.SWA, ()))
+        return results
 
     # Look ------------------------------------------------------------------------
 
@@ -151,6 +153,7 @@ class VerifiedStorage:
                         self._quarantine(
                             bad, key, "its bytes are not those that were written"
                         )
+        self._digests.counters.from_storage += sum(results.get(PoolName.SWA, ()))
         return results
 
     def _differing(
@@ -236,6 +239,7 @@ class VerifiedStorage:
     def _quarantine(self, name: str, key: str, reason: str) -> None:
         """Let nobody read ``key`` in the group of ``name`` again, and count it."""
         self.quarantined += 1
+        self._digests.counters.storage_failed += 1
         group = next(g for g in self._digests.groups if name in (*g.members, g.name))
         logger.warning(
             "Bit-exact reuse: page %s of pool %s was read from storage and is not reused: %s. "
