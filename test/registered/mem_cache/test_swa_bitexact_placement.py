@@ -60,7 +60,6 @@ def test_worked_examples(chunk, length, stride, branch, expected):
     assert boundaries(*chunk, length, stride, branch) == expected
 
 
-
 @pytest.mark.parametrize(
     ("context", "stride"), [(2_048, 0), (4_096, 16), (8_192, 7), (32_768, 5), (131_072, 5), (1 << 20, 5)]
 )
