@@ -43,6 +43,7 @@ class Pools:
 
     def __init__(self) -> None:
         from sglang.srt.mem_cache.swa_bitexact.attach import attach_capture
+        from sglang.srt.mem_cache.swa_bitexact.receipt import ReuseReceipts
         from sglang.srt.mem_cache.swa_bitexact.restore import RestoreQueue, TileReader
 
         from kit.tile_cache import server_context
@@ -54,7 +55,8 @@ class Pools:
         self.kvcache = self.allocator.get_kvcache()
         self.capture_pool = self.allocator.capture_pool
         self.reader = TileReader(self.kvcache.tile_writer)
-        self.queue = RestoreQueue(self.allocator, self.allocator._req_to_token_pool)
+        cache: Any = SimpleNamespace(cache_controller=None)
+        self.queue = RestoreQueue(self.allocator, self.allocator._req_to_token_pool, ReuseReceipts(cache))
         for buffer in self.capture_pool.buffers.values():
             raw = buffer.view(torch.uint8)
             raw.copy_(torch.randint(0, 256, raw.shape[2:], dtype=torch.uint8).expand_as(raw))
@@ -116,10 +118,14 @@ def _calls_counted(pools: Pools, run: Callable[[int], None]) -> int:
 
 def _queue(pools: Pools) -> Callable[[int], None]:
     """The scheduler's side of one request with a prefix: which tile, into which slot."""
-    slots = torch.tensor([1])
+    from sglang.srt.mem_cache.swa_bitexact.receipt import MatchedForReuse
+
+    slots, prefix = torch.tensor([1]), 2 * _PAGE
+    match = MatchedForReuse(prefix, prefix, loads=False, tile_on_host=False)
+    fields = {"rid": "1", "prefix_len": prefix, "full_untruncated_fill_ids": range(prefix + 1)}
 
     def queue(_: int) -> None:
-        req: Any = SimpleNamespace(rid="1", swa_nominal_hit=2 * _PAGE, prefix_len=2 * _PAGE)
+        req: Any = SimpleNamespace(**fields, swa_match=match, swa_receipt=None, storage_hit_start=None)
         pools.queue.queue([req], slots)
         pools.queue.take(layer_wise=False)
 

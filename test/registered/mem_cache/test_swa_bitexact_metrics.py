@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.swa_bitexact.startup_line import (
     geometry_text,
     reuse_points_per_gb,
     startup_line,
+    stride_advice,
 )
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -156,7 +157,8 @@ def test_the_line_says_what_the_pools_are(cache, caplog, enable_metrics):
         "Bit-exact reuse is on. A reuse point is 4 layers' windows of 128 tokens and 2 c4 and 2 c4-indexer states, "
         f"at every page of 256 tokens. It costs {TILE_BYTES} B; 1 GB holds 1649. Device: 8 reuse points, 0.01 GB per "
         "rank (0.93 of KV memory). Host: 7 reuse points, 0.00 GB per rank (0.5 of HiCache's). Storage: none, "
-        f"identity {identity}."
+        f"identity {identity}. Page stride at which tiles last as long as their rows, for contexts of 8192 / 32768 / "
+        "131072 tokens: 7 / 5 / 5."
     )
     assert isinstance(reporter.tile_metrics, TileMetrics) is enable_metrics
 
@@ -179,6 +181,12 @@ def test_the_line_of_a_large_model():
         "identity bitexact1-5c0e. More."
     )
     assert reuse_points_per_gb(9_224_192) == 108
+
+
+def test_the_advice_of_a_large_model():
+    assert stride_advice(14_623, 59_575, P) == (
+        "Page stride at which tiles last as long as their rows, for contexts of 8192 / 32768 / 131072 tokens: 7 / 5 / 5."
+    )
 
 
 @pytest.mark.parametrize(

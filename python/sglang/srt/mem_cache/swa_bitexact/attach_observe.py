@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.swa_bitexact.startup_line import (
     TilePoolFacts,
     geometry_text,
     startup_line,
+    stride_advice,
 )
 from sglang.srt.runtime_context import get_memory, get_parallel
 
@@ -39,8 +40,10 @@ def describe(cache: UnifiedRadixCache) -> str:
     layout, memory = pool.layout, get_memory()
     layers = {name: len(stream.layers) for name, stream in layout.streams.items()}
     host = identity = storage = None
+    tiles, rows = pool.num_tiles, cache.token_to_kv_pool_allocator.size_full
     if (group := cache.host_pool_group) is not None:
         tiles = group.get_pool(PoolName.SWA).size // layout.page_size
+        rows = group.size
         host = TilePoolFacts(tiles, memory.hicache_swa_host_tile_fraction)
         identity = group.anchor_entry.host_pool.storage_format_tag
         storage = memory.hicache_storage_backend
@@ -58,4 +61,5 @@ def describe(cache: UnifiedRadixCache) -> str:
         host,
         storage=storage,
         identity=identity,
+        advice=(stride_advice(tiles, rows // layout.page_size, layout.page_size),),
     )

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from sglang.srt.mem_cache.swa_bitexact.placement import suggested_stride
+
 GB = 10**9
+_CONTEXTS = (8_192, 32_768, 131_072)
 
 
 class TilePoolFacts(NamedTuple):
@@ -20,6 +23,24 @@ def reuse_points_per_gb(tile_bytes: int) -> int:
     Example: tiles of 6_496_256 B -> 153.
     """
     return GB // tile_bytes
+
+
+def stride_advice(tiles: int, pages: int, page_size: int) -> str:
+    """The suggested page stride for contexts of _CONTEXTS tokens, as a sentence.
+
+    tiles, pages: of the last tier that keeps them.
+
+    Example, 14_623 tiles and 59_575 pages of 256 tokens: "Page stride at which tiles last as
+    long as their rows, for contexts of 8192 / 32768 / 131072 tokens: 7 / 5 / 5."
+    """
+    strides = [
+        suggested_stride(n, tiles=tiles, pages=pages, page_size=page_size)
+        for n in _CONTEXTS
+    ]
+    return (
+        "Page stride at which tiles last as long as their rows, for contexts of "
+        f"{' / '.join(map(str, _CONTEXTS))} tokens: {' / '.join(map(str, strides))}."
+    )
 
 
 def geometry_text(
