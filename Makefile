@@ -1,5 +1,7 @@
 # Every target builds the environment first if needed; see tools/venv.py.
 PYTHON ?= python3.11
+# One process per core, each with whole files; a server takes 5 GB, so no more than four.
+PARALLEL ?= -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help venv lock demo serve test test-ci test-parts mutants lint verify-long soak-ops soak-server bench replay clean
 
@@ -19,10 +21,10 @@ serve: ## a server on the tiny model that stays up; prints a curl line
 	@venv=$$($(PYTHON) tools/venv.py) && $$venv/bin/sglang-bitexact serve --out build/serve
 
 test: ## the whole suite; PYTEST="..." passes arguments on
-	@venv=$$($(PYTHON) tools/venv.py) && $$venv/bin/python -m pytest $(PYTEST)
+	@venv=$$($(PYTHON) tools/venv.py) && $$venv/bin/python -m pytest $(PARALLEL) $(PYTEST)
 
 test-ci: ## what takes longer: hits against cold runs on eight servers, upstream's fixtures, poison
-	@venv=$$($(PYTHON) tools/venv.py) && $$venv/bin/python -m pytest -m ci
+	@venv=$$($(PYTHON) tools/venv.py) && $$venv/bin/python -m pytest $(PARALLEL) -m ci $(PYTEST)
 
 test-parts: ## every part on its own: build the series up to it and run its tests
 	@venv=$$($(PYTHON) tools/venv.py) && $$venv/bin/python tools/test_parts.py

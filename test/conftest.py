@@ -12,6 +12,9 @@ os.environ["SGLANG_PLATFORM"] = "cpu_ref"
 # interpreted. The model path must not launch any: test_operators.py asserts it.
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # As many processes as cores, each with one thread: more threads than cores wait for each other, spinning.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
@@ -29,6 +32,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # What takes longest begins first, so that no process is left alone with it at the end.
+    items.sort(key=lambda item: item.path.parent.name != "server")
     if config.getoption("markexpr"):
         return
     kept_out = [item for item in items if any(item.get_closest_marker(name) for name in _MARKERS)]

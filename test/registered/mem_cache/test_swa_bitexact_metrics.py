@@ -185,7 +185,8 @@ def test_the_line_of_a_large_model():
 
 def test_the_advice_of_a_large_model():
     assert stride_advice(14_623, 59_575, P) == (
-        "Page stride at which tiles last as long as their rows, for contexts of 8192 / 32768 / 131072 tokens: 7 / 5 / 5."
+        "Page stride at which tiles last as long as their rows, for contexts of 8192 / 32768 / 131072 tokens: "
+        "7 / 5 / 5."
     )
 
 
