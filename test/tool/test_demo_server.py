@@ -24,26 +24,28 @@ def test_a_server_that_ends_by_itself_is_an_error_with_the_end_of_its_log(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("stock", "on", "cold", "chat", "expected"),
+    ("stock", "on", "cold", "chat", "asked", "expected"),
     [
-        (3, 0, 0, 512, []),
-        (3, 0, 0, 768, []),
-        (0, 0, 0, 512, ["stock: no hit differs from its cold run, so a fault would not have shown"]),
-        (3, 1, 0, 512, ["on: 1 of 9 hits differ from their cold run"]),
-        (3, 0, 1, 512, ["on: two cold runs differ"]),
-        (3, 0, 0, 256, ["on: the chat reused 256 tokens, fewer than stock's 512"]),
+        (3, 0, 0, 512, None, []),
+        (3, 0, 0, 768, None, []),
+        (0, 0, 0, 512, None, ["stock: no hit differs from its cold run, so a fault would not have shown"]),
+        (3, 1, 0, 512, None, ["on: 1 of 9 hits differ from their cold run"]),
+        (3, 0, 1, 512, None, ["on: two cold runs differ"]),
+        (3, 0, 0, 256, None, ["on: the chat reused 256 tokens, fewer than stock's 512"]),
+        (3, 0, 0, 512, 0, ["on: 1 of 2 answers about the text differ from their cold run"]),
     ],
 )
-def test_the_demo_says_what_it_did_not_show(stock, on, cold, chat, expected):
-    def mode(differing, cold, chat):
+def test_the_demo_says_what_it_did_not_show(stock, on, cold, chat, asked, expected):
+    def mode(differing, cold, chat, asked=0):
         return {
             "comparisons": 9,
             "differing_outputs": differing,
             "cold_against_cold": {"differing_outputs": cold},
             "chat": {"reported_cached_tokens": chat},
+            "questions": [{"differs_at": None}, {"differs_at": asked}],
         }
 
-    assert problems({"modes": {"stock": mode(stock, 0, 512), "on": mode(on, cold, chat)}}) == expected
+    assert problems({"modes": {"stock": mode(stock, 0, 512), "on": mode(on, cold, chat, asked)}}) == expected
 
 
 def test_a_killed_server_leaves_no_process(tmp_path: Path):

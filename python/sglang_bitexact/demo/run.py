@@ -13,7 +13,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from sglang_bitexact.demo.scenario import SERVER_ARGUMENTS, ModeReport, measure
+from sglang_bitexact.demo.page import render
+from sglang_bitexact.demo.scenario import SERVER_ARGUMENTS, measure
 from sglang_bitexact.demo.server import Server
 from sglang_bitexact.errors import BitexactError
 from sglang_bitexact.series import SWITCH, Series
@@ -28,7 +29,7 @@ MODES = ("stock", "off", "on")
 
 
 def run_demo(series: Series, out: Path, modes: Sequence[str] = MODES) -> dict[str, Any]:
-    """Build ``series`` and run ``modes`` below ``out``; writes and returns ``report.json``.
+    """Build ``series`` and run ``modes`` below ``out``; writes and returns ``report.json``, and ``index.html``.
 
     stock: the released SGLang; off, on: the built one, without and with the switch.
 
@@ -46,8 +47,9 @@ def run_demo(series: Series, out: Path, modes: Sequence[str] = MODES) -> dict[st
     content: dict[str, Any] = {"sglang": PINNED_VERSION, "modes": {}}
     for mode in modes:
         tree = unpacked(download()) if mode == "stock" else unpacked(Wheel(wheel))
-        content["modes"][mode] = _run_mode(mode, tree, checkpoint, out).as_json()
+        content["modes"][mode] = _run_mode(mode, tree, checkpoint, out)
         (out / "report.json").write_text(json.dumps(content, indent=2) + "\n")
+        (out / "index.html").write_text(render(content))
     return content
 
 
@@ -59,6 +61,10 @@ def problems(content: dict[str, Any]) -> list[str]:
         found.append("stock: no hit differs from its cold run, so a fault would not have shown")
     if "on" in modes and (differing := modes["on"]["differing_outputs"]):
         found.append(f"on: {differing} of {modes['on']['comparisons']} hits differ from their cold run")
+    if asked := sum(each["differs_at"] is not None for each in modes.get("on", {}).get("questions", ())):
+        found.append(
+            f"on: {asked} of {len(modes['on']['questions'])} answers about the text differ from their cold run"
+        )
     if "stock" in modes and "on" in modes:
         stock, on = (modes[mode]["chat"]["reported_cached_tokens"] for mode in ("stock", "on"))
         if on < stock:
@@ -76,7 +82,10 @@ def make_checkpoint(directory: Path) -> Path:
     return directory
 
 
-def _run_mode(name: str, tree: Path, checkpoint: Path, out: Path) -> ModeReport:
+def _run_mode(name: str, tree: Path, checkpoint: Path, out: Path) -> dict[str, Any]:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     storage = out / name / "l3"
     storage.mkdir(parents=True)
     arguments = (*SERVER_ARGUMENTS, "--file-storage-path", str(storage.resolve()))
@@ -86,7 +95,7 @@ def _run_mode(name: str, tree: Path, checkpoint: Path, out: Path) -> ModeReport:
         _say(f"{name}: starting the server (log: {out / name / 'server.log'})")
         seconds = server.start()
         _say(f"{name}: up after {seconds:.0f} s")
-        report = measure(server, storage, lambda text: _say(f"{name}: {text}"))
+        report = measure(server, storage, lambda text: _say(f"{name}: {text}"), tokenizer)
     finally:
         server.stop()
     if report.missing_tiers:
@@ -94,7 +103,7 @@ def _run_mode(name: str, tree: Path, checkpoint: Path, out: Path) -> ModeReport:
             f"mode {name} had no hit in: {', '.join(report.missing_tiers)}. Nothing was compared there; "
             f"see {out / name / 'server.log'}."
         )
-    return report
+    return {**report.as_json(), "questions": [each.as_json(lambda t: tokenizer.decode([t])) for each in report.asked]}
 
 
 def serve(out: Path, port: int, arguments: list[str], *, as_json: bool = False) -> int:
@@ -136,7 +145,8 @@ def print_report(content: dict[str, Any], out: Path) -> None:
         "Cold runs agree to the last bit. A stock hit continues from a window and overlap states that belong to "
         "other requests."
     )
-    console.print(f"Details: {out / 'report.json'}")
+    console.print(f"Details: {out / 'report.json'}", soft_wrap=True)
+    console.print(f"To look at: {(out / 'index.html').resolve().as_uri()}", soft_wrap=True)
 
 
 _ROWS = {
@@ -156,7 +166,7 @@ def _cells(numbers: dict[str, Any]) -> list[str]:
 
 
 def _say(text: str) -> None:
-    _console.print(f"[dim]>[/] {text}")
+    _console.print(f"[dim]>[/] {text}", soft_wrap=True)
 
 
 def stop_on_signals() -> None:

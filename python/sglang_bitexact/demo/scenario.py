@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sglang_bitexact.demo.questions import Asked, Tokenizer, ask_questions
 from sglang_bitexact.demo.server import Server, hicache_arguments
 from sglang_bitexact.verify.answer import TIERS
 from sglang_bitexact.verify.cases import length_cases
@@ -34,11 +35,13 @@ SERVER_ARGUMENTS = (
 
 @dataclass
 class ModeReport:
-    """One mode of the demo: repeated prompts per tier, a chat's later turns, cold runs against cold runs."""
+    """One mode of the demo: repeated prompts per tier, a chat's later turns, cold runs against cold runs;
+    questions about a text."""
 
     tiers: dict[str, Tally]
     chat: Tally
     cold: Tally
+    asked: list[Asked] = field(default_factory=list)
 
     @classmethod
     def of(cls, summary: Summary) -> ModeReport:
@@ -66,8 +69,10 @@ def _numbers(tally: Tally, *, reuse: bool = True) -> dict[str, Any]:
     return {name: value for name, value in asdict(tally).items() if reuse or name not in reused}
 
 
-def measure(server: Server, storage: Path, step: Callable[[str], None]) -> ModeReport:
-    """Run the scenario on a fresh server whose L3 folder is ``storage``.
+def measure(
+    server: Server, storage: Path, step: Callable[[str], None], tokenizer: Tokenizer | None = None
+) -> ModeReport:
+    """Run the scenario on a fresh server whose L3 folder is ``storage``; with ``tokenizer``, questions too.
 
     ``step`` is told what comes next. Each prompt runs cold twice, under names of its own
     so that nothing is reused; then it, or its last whole page, fills the cache, other requests
@@ -94,7 +99,10 @@ def measure(server: Server, storage: Path, step: Callable[[str], None]) -> ModeR
         engine.hits("host", whole)
         engine.hits("storage", whole)
         compare_chats(engine, 1, _TURNS, 1)
-    return ModeReport.of(summarize(log.records))
+        report = ModeReport.of(summarize(log.records))
+        if tokenizer is not None:
+            report.asked = ask_questions(engine, tokenizer)
+    return report
 
 
 class _Steps(NoProgress):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,6 +63,24 @@ class Client:
         try:
             return parse(answer)
         except (KeyError, TypeError) as error:
+            raise BitexactError(f"{self._url}/generate answered in an unknown form: {error!r}") from error
+
+    def generate_timed(self, prompt: Sequence[int], namespace: str, sampling: Sampling) -> tuple[Answer, float]:
+        """As ``generate``, streamed; also the seconds until the first piece of the answer was here."""
+        body = {**self._body(prompt, namespace, sampling), "stream": True}
+        begin, first, last = time.monotonic(), None, b"{}"
+        with self._call("POST", "/generate", json=body, stream=True) as answer:
+            try:
+                for line in answer.iter_lines():
+                    if line.startswith(b"data: {"):
+                        first = first or time.monotonic() - begin
+                        # Each piece holds the whole answer so far.
+                        last = line.removeprefix(b"data: ")
+            except requests.RequestException as error:
+                raise BitexactError(f"{self._url} hung up: {error}") from error
+        try:
+            return parse(json.loads(last)), first or 0.0
+        except (KeyError, TypeError, ValueError) as error:
             raise BitexactError(f"{self._url}/generate answered in an unknown form: {error!r}") from error
 
     def abandon(self, prompt: Sequence[int], namespace: str, sampling: Sampling, *, after_first: bool) -> None:

@@ -190,14 +190,14 @@ class Engine:
             hits.append(partial(self.client.generate, prompt, names[shared], self._sampling(case.sampled)))
         # Other traffic last: it owns the slots when the hits come.
         self.all([*cold.values(), *prime, *self.dirt()])
-        self._empty(tier, cases)
+        self.empty(tier, cases)
         for case, prompt, warm in zip(cases, prompts, self.all(hits), strict=True):
             difference = compare(self.cold(prompt, case.sampled), warm)
             place = (tier, warm.tier, case.seed, case.length, case.depth)
             reuse = (warm.cached_tokens, case.nominal_tokens(self.settings.page_size))
             self.log.add(Record(_key(tier, case), case.kind, *place, *reuse, difference, case.repeat()))
 
-    def _empty(self, tier: str, cases: Sequence[Case]) -> None:
+    def empty(self, tier: str, cases: Sequence[Case]) -> None:
         """Take what was primed for ``cases`` out of the tiers above ``tier``."""
         if tier == "host":
             device_tokens = self.settings.device_tokens or 0
