@@ -15,6 +15,7 @@ from rich.table import Table
 
 from sglang_bitexact import __version__, patching
 from sglang_bitexact.check import Finding, check
+from sglang_bitexact.compatibility import markdown
 from sglang_bitexact.doctor import command as doctor
 from sglang_bitexact.errors import BitexactError
 from sglang_bitexact.export import Source, export, identity
@@ -96,7 +97,10 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--keep-local", action="store_true", help="as for apply: the checkout may carry local changes")
     sub = command("check", _check, "Say whether every edit still anchors in an SGLang release.")
     series(sub)
-    sub.add_argument("--sglang", default=PINNED_VERSION, metavar="VERSION", help=f"default: {PINNED_VERSION}")
+    sub.add_argument(
+        "--sglang", action="append", metavar="VERSION", help=f"may be given several times (default: {PINNED_VERSION})"
+    )
+    sub.add_argument("--markdown", action="store_true", help="print tables for a page of documentation")
     sub = command("demo", _demo, "Run the real server on a CPU and compare cache hits with cold runs.")
     series(sub)
     sub.add_argument("--out", type=Path, default=Path("build/demo"), help="emptied first (default: build/demo)")
@@ -156,13 +160,21 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    findings = check(_series(args), download(args.sglang))
-    good = all(finding.state == "anchors" for finding in findings)
+    series = _series(args)
+    releases = {version: check(series, download(version)) for version in args.sglang or [PINNED_VERSION]}
+    good = {version: all(found.state == "anchors" for found in findings) for version, findings in releases.items()}
     if args.json:
-        print(json.dumps({"sglang": args.sglang, "ok": good, "edits": [f._asdict() for f in findings]}))
+        content = [
+            {"sglang": version, "ok": good[version], "edits": [found._asdict() for found in findings]}
+            for version, findings in releases.items()
+        ]
+        print(json.dumps({"ok": all(good.values()), "releases": content}))
+    elif args.markdown:
+        print(markdown(releases))
     else:
-        _console.print(_table(args.sglang, findings))
-    return _OK if good else _NO
+        for version, findings in releases.items():
+            _console.print(_table(version, findings))
+    return _OK if all(good.values()) else _NO
 
 
 def _table(version: str, findings: list[Finding]) -> Table:

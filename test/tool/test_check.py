@@ -17,6 +17,7 @@ from sglang_bitexact.upstream import Wheel
 
 
 def _wheel(directory: Path, **sources: str) -> Wheel:
+    directory.mkdir(exist_ok=True)
     path = directory / "sglang-9.9.9-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
         for name, source in sources.items():
@@ -70,9 +71,10 @@ def test_gone_and_ambiguous(tmp_path):
 def test_our_edits_anchor_in_the_pinned_release(capsys):
     assert cli.main(["check", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["sglang"] == "0.5.23" and report["ok"]
-    assert {edit["state"] for edit in report["edits"]} == {"anchors"}
-    assert {edit["part"] for edit in report["edits"]} == {1, 2, 3, 4, 5}
+    (release,) = report["releases"]
+    assert release["sglang"] == "0.5.23" and release["ok"] and report["ok"]
+    assert {edit["state"] for edit in release["edits"]} == {"anchors"}
+    assert {edit["part"] for edit in release["edits"]} == {1, 2, 3, 4, 5}
 
 
 def test_exit_code_and_table(tmp_path, monkeypatch, capsys):
@@ -82,6 +84,41 @@ def test_exit_code_and_table(tmp_path, monkeypatch, capsys):
     assert cli.main(["check", "--series", str(series), "--sglang", "9.9.9"]) == 1
     out = capsys.readouterr().out
     assert "gone" in out and "9.9.9" in out
+
+
+def test_several_releases_as_a_table_for_the_documentation(tmp_path, monkeypatch, capsys):
+    series = make_series(tmp_path / "series")
+    wheels = {
+        "9.9.8": _wheel(tmp_path, cache="", tree=CACHE_SOURCE, loop="def other():\n    pass\n"),
+        "9.9.9": _wheel(tmp_path / "next", cache=CACHE_SOURCE, loop=LOOP_SOURCE),
+    }
+    monkeypatch.setattr(cli, "download", wheels.__getitem__)
+    versions = ["--sglang", "9.9.8", "--sglang", "9.9.9"]
+    assert cli.main(["check", "--series", str(series), *versions, "--markdown"]) == 1
+    assert capsys.readouterr().out == _TABLES
+    # One that anchors does not make up for one that does not.
+    assert cli.main(["check", "--series", str(series), *versions, "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert [(each["sglang"], each["ok"]) for each in report["releases"]] == [("9.9.8", False), ("9.9.9", True)]
+    assert report["ok"] is False
+    # Where everything has its place there is nothing more to list.
+    assert cli.main(["check", "--series", str(series), "--sglang", "9.9.9", "--markdown"]) == 0
+    assert capsys.readouterr().out == "\n".join([*_TABLES.splitlines()[:2], _TABLES.splitlines()[3], ""])
+
+
+_TABLES = """\
+| sglang | edits that anchor | part 1 | part 2 |
+|---|---|---|---|
+| 9.9.8 | 0 of 4 | 0 of 2 | 0 of 2 |
+| 9.9.9 | 4 of 4 | 2 of 2 | 2 of 2 |
+
+| sglang | part | file | anchor | state | looks like it |
+|---|---|---|---|---|---|
+| 9.9.8 | 1 | `sglang/srt/cache.py` | `class 'Cache'` | moved | sglang/srt/tree.py:1 |
+| 9.9.8 | 2 | `sglang/srt/cache.py` | `class 'Cache', function 'match'` | moved | sglang/srt/tree.py:4 |
+| 9.9.8 | 2 | `sglang/srt/cache.py` | `class 'Cache', function 'match', pattern 'self.find($$$)'` | moved | sglang/srt/tree.py:6 |
+| 9.9.8 | 1 | `sglang/srt/loop.py` | `function 'step', pattern 'run($$$)'` | gone | - |
+"""
 
 
 @pytest.mark.parametrize("arguments", [["check", "--series", "/nowhere"], ["status", "--tree", "/nowhere"]])
