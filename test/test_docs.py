@@ -9,6 +9,8 @@ from sglang.srt.environ import Envs
 from sglang.srt.server_args import ServerArgs
 
 from sglang_bitexact import cli
+from sglang_bitexact.check import Finding
+from sglang_bitexact.compatibility import markdown
 from sglang_cpu_ref import aten, hooks
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -70,3 +72,37 @@ def test_every_command_is_documented():
     text = (_ROOT / "docs/reference.md").read_text()
     commands = set(cli._parser()._subparsers._group_actions[0].choices)  # type: ignore[union-attr]
     assert {name for name in commands if f"`{name}" not in text} == set()
+
+
+def test_the_compatibility_tables_are_what_check_prints(capsys):
+    """Both heads, every row's form, and the row of the pinned release as it is today."""
+    text = (_ROOT / "docs/developing.md").read_text().split("<!-- compatibility -->\n")[1]
+    first, second = text.split("\n\n")[:2]
+    assert cli.main(["check", "--markdown"]) == 0
+    head, line, pinned = capsys.readouterr().out.splitlines()
+    rows = first.splitlines()
+    assert rows[:2] == [head, line]
+    assert rows[-1] == pinned, "run the command above the table in docs/developing.md, and paste what it prints"
+    edits = re.findall(r"of (\d+)", pinned)
+    for row in rows[2:]:
+        assert re.findall(r"of (\d+)", row) == edits, row
+    # A release that does not have all of them is in the second table, an edit a row.
+    missing = {row.split()[1]: _missing(row) for row in rows[2:] if _missing(row)}
+    listed = [cells[0] for cells in _cells_of(second)]
+    assert {version: listed.count(version) for version in set(listed)} == missing
+    gone = Finding("sglang/a.py", 1, 1, "class 'A'", "gone", "", "")
+    assert second.splitlines()[:2] == markdown({"0.5.22": [gone]}).split("\n\n")[1].splitlines()[:2]
+    for _, part, file, anchor, state, where in _cells_of(second):
+        assert re.fullmatch(r"[1-5]", part) and re.fullmatch(r"`sglang/[\w/]+\.py`", file)
+        assert re.fullmatch(r"`(class|function|pattern) '.*'`", anchor)
+        assert state in ("moved", "ambiguous", "gone") and (where == "-") == (state == "gone")
+
+
+def _cells_of(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()[2:]]
+
+
+def _missing(row: str) -> int:
+    """Example: "| 0.5.22 | 83 of 86 | .." -> 3."""
+    anchor, every = map(int, re.findall(r"\d+", row.split("|")[2]))
+    return every - anchor

@@ -118,7 +118,7 @@ _TABLES = """\
 | 9.9.8 | 2 | `sglang/srt/cache.py` | `class 'Cache', function 'match'` | moved | sglang/srt/tree.py:4 |
 | 9.9.8 | 2 | `sglang/srt/cache.py` | `class 'Cache', function 'match', pattern 'self.find($$$)'` | moved | sglang/srt/tree.py:6 |
 | 9.9.8 | 1 | `sglang/srt/loop.py` | `function 'step', pattern 'run($$$)'` | gone | - |
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("arguments", [["check", "--series", "/nowhere"], ["status", "--tree", "/nowhere"]])
