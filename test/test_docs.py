@@ -11,7 +11,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang_bitexact import cli
 from sglang_bitexact.check import Finding
 from sglang_bitexact.compatibility import markdown
-from sglang_cpu_ref import aten, hooks
+from sglang_cpu_ref import aten, hooks, platform
 
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -66,6 +66,15 @@ def test_switches_are_documented_with_their_defaults():
         value = getattr(ServerArgs(model_path="dummy"), flag.strip("`").removeprefix("--").replace("-", "_"))
         assert (default, kind) == (f"`{value}`", f"Type: {type(value).__name__}")
         assert description in fields
+
+
+def test_defaults_of_the_platform_are_those_of_its_page():
+    text = " ".join((_ROOT / "docs/cpu-platform.md").read_text().split())
+    values = {"max_total_tokens": platform._MAX_TOTAL_TOKENS, "max_running_requests": platform._MAX_RUNNING_REQUESTS}
+    values |= {name: ours for name, (_, ours) in platform._TILE_FRACTIONS.items()}
+    assert len(values) == 4
+    for name, value in values.items():
+        assert f"`--{name.replace('_', '-')} {value}`" in text
 
 
 def test_every_command_is_documented():

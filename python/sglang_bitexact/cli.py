@@ -6,7 +6,8 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _OK
     except (BitexactError, OSError, ImportError) as error:
-        # requests' exceptions are OSErrors; ImportError: `demo` without the CPU environment.
+        # requests' exceptions are OSErrors.
         if args.json:
             print(json.dumps({"error": str(error)}))
         else:
@@ -189,7 +190,8 @@ def _table(version: str, findings: list[Finding]) -> Table:
 def _demo(args: argparse.Namespace) -> int:
     from sglang_bitexact.demo.run import print_report, problems, run_demo
 
-    content = run_demo(_series(args), args.out, args.modes)
+    with _cpu_environment():
+        content = run_demo(_series(args), args.out, args.modes)
     found = problems(content)
     if args.json:
         print(json.dumps({**content, "problems": found}))
@@ -203,7 +205,20 @@ def _demo(args: argparse.Namespace) -> int:
 def _serve(args: argparse.Namespace) -> int:
     from sglang_bitexact.demo.run import serve
 
-    return serve(args.out, args.port, args.arguments, as_json=args.json)
+    with _cpu_environment():
+        return serve(args.out, args.port, args.arguments, as_json=args.json)
+
+
+@contextmanager
+def _cpu_environment() -> Iterator[None]:
+    """Says where a module that is missing would be."""
+    try:
+        yield
+    except ImportError as error:
+        raise BitexactError(
+            f"{error}. `demo` and `serve` need torch and what SGLang imports: in a checkout of this project, "
+            "`make demo` and `make serve` build that environment."
+        ) from error
 
 
 def _report(args: argparse.Namespace, data: dict[str, Any], text: str) -> None:

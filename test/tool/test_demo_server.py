@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from sglang_bitexact import cli
+from sglang_bitexact.demo import run
 from sglang_bitexact.demo.run import problems
 from sglang_bitexact.demo.server import Server
 from sglang_bitexact.errors import BitexactError
@@ -59,3 +61,14 @@ def test_a_killed_server_leaves_no_process(tmp_path: Path):
     server.kill()
     # The end of the pipe is there once nobody can write to it.
     assert stdout.read() == b""
+
+
+@pytest.mark.parametrize(("command", "called"), [("demo", "run_demo"), ("serve", "serve")])
+def test_without_the_cpu_environment_it_says_where_that_is(monkeypatch, capsys, command, called):
+    def fail(*arguments, **keywords):
+        raise ModuleNotFoundError("No module named 'torch'")
+
+    monkeypatch.setattr(run, called, fail)
+    assert cli.main([command]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("sglang-bitexact: No module named 'torch'. ") and f"`make {command}`" in error
