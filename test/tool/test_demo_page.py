@@ -154,7 +154,7 @@ def test_one_mode_alone_and_no_questions_are_a_page_too(report):
 
 
 def test_a_missing_figure_is_no_empty_place(report):
-    del report["modes"]["on"]["tiers"]["host"]["max_abs_logprob_diff"]
+    del report["modes"]["on"]["cold_against_cold"]["differing_outputs"]
     with pytest.raises(UndefinedError):
         render(report)
 

@@ -61,10 +61,9 @@ def problems(content: dict[str, Any]) -> list[str]:
         found.append("stock: no hit differs from its cold run, so a fault would not have shown")
     if "on" in modes and (differing := modes["on"]["differing_outputs"]):
         found.append(f"on: {differing} of {modes['on']['comparisons']} hits differ from their cold run")
-    if asked := sum(each["differs_at"] is not None for each in modes.get("on", {}).get("questions", ())):
-        found.append(
-            f"on: {asked} of {len(modes['on']['questions'])} answers about the text differ from their cold run"
-        )
+    asked = modes["on"]["questions"] if "on" in modes else []
+    if differing := sum(each["differs_at"] is not None for each in asked):
+        found.append(f"on: {differing} of {len(asked)} answers about the text differ from their cold run")
     if "stock" in modes and "on" in modes:
         stock, on = (modes[mode]["chat"]["reported_cached_tokens"] for mode in ("stock", "on"))
         if on < stock:
