@@ -131,7 +131,23 @@ def serving(fake: FakeSglang) -> Iterator[str]:
                 fake.flush()
                 self._answer({})
             else:
-                self._answer(fake.generate(json.loads(body)))
+                content = json.loads(body)
+                answer = fake.generate(content)
+                if content.get("stream"):
+                    self._stream(answer)
+                else:
+                    self._answer(answer)
+
+        def _stream(self, answer: dict[str, Any]) -> None:
+            """Two pieces, each with the whole answer so far."""
+            first = {**answer, "output_ids": answer["output_ids"][:1]}
+            pieces = [f"data: {json.dumps(piece)}\n\n" for piece in (first, answer)]
+            data = "".join([*pieces, "data: [DONE]\n\n"]).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
 
         def _answer(self, content: dict[str, Any]) -> None:
             data = json.dumps(content).encode()

@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 from jinja2 import UndefinedError
-from tokenizers import Tokenizer
 
 from sglang_bitexact.demo import page
 from sglang_bitexact.demo.bars import FULL, Bar, Chart, Group, Value, chart
 from sglang_bitexact.demo.page import first_tokens, questions, render
-from sglang_bitexact.demo.questions import HANDBOOK, QUESTIONS, Asked, common_tokens, prompt_of
-from sglang_cpu_ref.tiny_tokenizer import build_tokenizer
+from sglang_bitexact.demo.questions import Asked
 
 _SVG = "{http://www.w3.org/2000/svg}"
 _COLD = (5, 6, 7, 8)
@@ -165,20 +163,6 @@ def test_bars_are_as_long_as_their_amounts():
     cold = (Bar("on", 44, FULL / 2, 14, 51, "half"),)
     assert chart(values) == Chart(70, (Group("host", 16, host), Group("cold", 51, cold)))
     assert chart({"host": {"on": Value(0.5, "")}}, most=1.0).groups[0].bars[0].width == FULL / 2
-
-
-def test_the_questions_share_whole_pages_and_differ_behind_them():
-    """What is cached of a question is the handbook: some pages, and not the question."""
-    tokenizer: Tokenizer = build_tokenizer().tokenizer
-    prompts = [tokenizer.encode(prompt_of(question)).ids for question in QUESTIONS]
-    handbook = tokenizer.encode(HANDBOOK).ids
-    for one, other in [(0, 1), (1, 2), (0, 2)]:
-        shared = common_tokens(prompts[one], prompts[other])
-        assert len(handbook) <= shared < min(len(prompts[one]), len(prompts[other]))
-    assert len(handbook) >= 4 * 256
-    # Three of them fit on the demo's device beside each other.
-    assert 3 * max(map(len, prompts)) < 4096
-    assert common_tokens([1, 2, 3], [1, 2, 4, 5]) == 2
 
 
 def test_the_template_and_the_text_are_beside_the_code():
