@@ -149,7 +149,13 @@ def test_options_exist():
             else:
                 named[option] = where
     assert len(named) >= 40
-    assert {option: where for option, where in named.items() if option not in known} == {}
+    unknown = {option: where for option, where in named.items() if option not in known}
+    # A script of ours that builds its options is asked itself.
+    for words in (words for block in SHELL if unknown for words in block.commands):
+        if words[0] == "python" and words[1].endswith(".py") and unknown.keys() & set(words):
+            usage = subprocess.run([sys.executable, ROOT / words[1], "--help"], capture_output=True, text=True).stdout
+            unknown = {option: where for option, where in unknown.items() if f" {option} " not in usage}
+    assert unknown == {}
 
 
 def test_environment_variables_exist():

@@ -140,7 +140,7 @@ def flash(**info: Any) -> Server:
         "sliding_window": 128,
     }
     pages = 59_575
-    state = {"effective_max_running_requests_per_dp": 256, "memory_usage": {"token_capacity_swa": 768 * 256}}
+    state = {"effective_max_running_requests_per_dp": 256, "memory_usage": {"token_capacity_swa": 256 * 256}}
     info = {
         "page_size": 256,
         "max_total_num_tokens": pages * 256,
@@ -158,7 +158,7 @@ def flash(**info: Any) -> Server:
 
 
 def test_tiles_are_those_of_the_operators_page():
-    """The device's count is what the server reports, the rest is computed."""
+    """They are computed: the window capacity that a server reports is that of its slots' rings."""
     assert plan_memory(request(Path(), Environment("", {SWITCH: "1"}), flash())) == {
         "tile_bytes": 6_496_256,
         "page_bytes": 1_594_624,
@@ -175,7 +175,7 @@ def test_tiles_are_those_of_the_operators_page():
 def test_without_the_switch_tiles_are_planned():
     """Of the memory that compressed rows have today: 0.05 of 95 GB, and the padding's tile."""
     asked = request(Path(), Environment("", {}), flash())
-    assert (asked["switch"], asked["running"], asked["device_slots"]) == (False, 256, 768 * 256)
+    assert (asked["switch"], asked["running"]) == (False, 256)
     memory = plan_memory(asked)
     assert memory is not None and memory["planned"]
     # 95 GB x 0.05 / 6,496,256 B = 731.2, and the host's copy of the other 0.95.

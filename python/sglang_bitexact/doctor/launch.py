@@ -52,7 +52,6 @@ def request(series: Path, environment: Environment, server: Server | None) -> di
         "same_machine": environment.variables is not None,
         "switch": environment.switch,
         "running": running,
-        "device_slots": (state.get("memory_usage") or {}).get("token_capacity_swa"),
     }
 
 

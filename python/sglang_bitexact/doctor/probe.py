@@ -113,9 +113,8 @@ def plan_memory(request: dict[str, Any]) -> dict[str, Any] | None:
     host_share = arguments.get("hicache_swa_host_tile_fraction", 0.5)
     planned = not request["switch"]
     compressed = tokens // page * page_bytes * (1 - device_share if planned else 1)
-    device = request["device_slots"] // page if request["device_slots"] and not planned else None
-    if device is None:
-        device = tile_budget.device_tiles(compressed, device_share, tile_bytes)
+    # What the server reports as its window capacity are the rings of its slots, not the tiles.
+    device = tile_budget.device_tiles(compressed, device_share, tile_bytes)
     needed = None
     if request["running"]:
         step = tile_budget.tiles_per_step(arguments["chunked_prefill_size"], page_size=page, stride=stride)
