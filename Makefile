@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 # One process per core, each with whole files; a server takes 5 GB, so no more than four.
 PARALLEL ?= -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help venv lock demo serve test test-ci test-parts mutants lint verify-long soak-ops soak-server bench replay clean
+.PHONY: help venv lock demo serve test test-ci test-parts mutants lint verify-long soak-ops soak-server bench replay compatibility clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -51,6 +51,9 @@ replay: ## conversations against the real tree: reuse that is left under each pl
 	@venv=$$($(PYTHON) tools/venv.py) && \
 	$$venv/bin/python benchmark/make_trace.py --out build/replay/trace.jsonl && \
 	$$venv/bin/python benchmark/trace_replay.py --trace build/replay/trace.jsonl --out build/replay $(REPLAY)
+
+compatibility: ## write the tables of docs/developing.md anew: which edits anchor in other releases
+	@venv=$$($(PYTHON) tools/venv.py) && $$venv/bin/python tools/compatibility.py
 
 clean: ## delete build/ and dist/
 	rm -rf build dist

@@ -83,6 +83,13 @@ def test_every_command_is_documented():
     assert {name for name in commands if f"`{name}" not in text} == set()
 
 
+def test_every_module_of_the_feature_has_a_role_on_the_developers_page():
+    text = (_ROOT / "docs/developing.md").read_text()
+    named = {name for row in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+    modules = {path.stem for path in (_ROOT / "python/sglang/srt/mem_cache/swa_bitexact").glob("*.py")} - {"__init__"}
+    assert modules - named == set()
+
+
 def test_the_compatibility_tables_are_what_check_prints(capsys):
     """Both heads, every row's form, and the row of the pinned release as it is today."""
     text = (_ROOT / "docs/developing.md").read_text().split("<!-- compatibility -->\n")[1]
@@ -91,7 +98,7 @@ def test_the_compatibility_tables_are_what_check_prints(capsys):
     head, line, pinned = capsys.readouterr().out.splitlines()
     rows = first.splitlines()
     assert rows[:2] == [head, line]
-    assert rows[-1] == pinned, "run the command above the table in docs/developing.md, and paste what it prints"
+    assert rows[-1] == pinned, "docs/developing.md: run `make compatibility`"
     edits = re.findall(r"of (\d+)", pinned)
     for row in rows[2:]:
         assert re.findall(r"of (\d+)", row) == edits, row
