@@ -126,6 +126,16 @@ def test_a_changed_byte_is_not_reused(storage, pool, end, place):
             assert cache.holds(cache.load_back(TOKENS), tiles[3 * P])
 
 
+def test_what_a_damaged_file_left_in_host_memory_is_not_stored_again(storage):
+    """A digest page is read before it can be looked at, the part that no pool has included; others come to lie there."""
+    with server_context(**storage.arguments) as args, cache_of(storage, args) as cache:
+        for group in cache.controller.tile_digests.groups:
+            for index in range(0, group.pool.size, P):
+                group.pool.set_from_flat_data_page(index, torch.full((64,), 0xFF, dtype=torch.uint8))
+        filled(cache)
+    assert_digests(storage)
+
+
 @settings(max_examples=15, deadline=None, derandomize=True, database=None)
 @given(data=st.data())
 def test_any_changed_byte_of_any_file(data):

@@ -193,6 +193,8 @@ class StorageDigests:
         group, position = self._place(name)
         words = self._words(group, index)
         words[position] = value
+        # What a damaged file left here would spoil this page's.
+        words[len(group.members) :] = 0
         group.pool.set_from_flat_data_page(index, words.view(torch.uint8))
 
     def is_whole(self, group: DigestGroup, index: int) -> bool:
