@@ -179,8 +179,8 @@ def test_from_storage_to_host(cache, captured, stream, tmp_path, caplog):
 def test_at_restore(cache, captured, stream):
     rows = restore.scatter_tables
 
-    def corrupting(table, tile_ids, addresses):
-        rows(table, tile_ids, addresses)
+    def corrupting(table, tile_ids, addresses, found):
+        rows(table, tile_ids, addresses, found)
         for tiles, rings in table.streams:
             if tiles is cache.kvcache.capture_pool.buffers[stream]:
                 flip(rings.buffers[entry(cache, stream)][addresses[0, -1]])

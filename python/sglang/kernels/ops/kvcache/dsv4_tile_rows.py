@@ -52,11 +52,12 @@ def runs(
     ids, table = tile_ids.numpy(), addresses.numpy()
     number = table.shape[1]
     change = table[:, 1:] - table[:, :-1]
-    if (change == 1).all() and (table[:, 0] >= 0).all():
+    starts = table[:, 0].tolist()
+    if min(starts, default=0) >= 0 and (change == 1).all():
         # As good as always: every tile is one run, and nothing is coded.
         return [
             Run(tile, slice(0, number), slice(start, start + number), False)
-            for tile, start in zip(ids.tolist(), table[:, 0].tolist(), strict=True)
+            for tile, start in zip(ids.tolist(), starts, strict=True)
         ]
     in_ring = table < 0
     if not coded and in_ring.any():
@@ -122,9 +123,15 @@ def scatter_cpu(entries: Sequence[tuple[Bytes, Bytes]], found: list[Run]) -> Non
     """
     _check_tiles(found, min(len(tiles) for tiles, _ in entries))
     _check_rows("ring", found, min(len(ring) for _, ring in entries))
+    # A whole tile needs no slice of its rows.
+    number = entries[0][0].shape[1]
+    moves = [
+        (run.there, run.tile if run.rows.stop - run.rows.start == number else run[:2])
+        for run in found
+    ]
     for tiles, ring in entries:
-        for tile, rows, there, _ in found:
-            ring[there] = tiles[tile, rows]
+        for there, place in moves:
+            ring[there] = tiles[place]
 
 
 # A slice that is out of range is cut short without an error. Checked before any write.

@@ -179,12 +179,14 @@ def ring_addresses(
 
 def positions_before(boundaries: list[int], rows: int) -> Positions:
     """The ``rows`` positions before each boundary, int64 [boundaries, rows]."""
-    return np.array(boundaries, dtype=np.int64)[:, None] - rows + np.arange(rows)
+    first = np.array(boundaries, dtype=np.int64)[:, None]
+    return first + np.arange(-rows, 0)
 
 
 def ring_rows_of(slots: list[int], position: Positions, ring_rows: int) -> Positions:
     """The ring row of each position, int64; one row of ``position`` per slot."""
-    return np.array(slots, dtype=np.int64)[:, None] * ring_rows + position % ring_rows
+    first = np.array([slot * ring_rows for slot in slots], dtype=np.int64)[:, None]
+    return first + position % ring_rows
 
 
 def _on_host(rows: Positions, pin: bool) -> torch.Tensor:
