@@ -21,7 +21,7 @@ PAGES = {path.relative_to(ROOT).as_posix(): read(path) for path in DOCUMENTS}
 BLOCKS = [block for page in PAGES.values() for block in page.blocks]
 SHELL = [block for block in BLOCKS if block.is_shell]
 # Pages that changes under way bring; a link to them may be ahead of them.
-_COMING = ("docs/performance.md",)
+_COMING: tuple[str, ...] = ()
 # Programs whose arguments are not ours to know.
 _FOREIGN = ("docker", "git", "pip", "curl", "cd")
 
