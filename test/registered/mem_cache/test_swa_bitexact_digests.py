@@ -127,7 +127,7 @@ def test_a_changed_byte_is_not_reused(storage, pool, end, place):
 
 
 def test_what_a_damaged_file_left_in_host_memory_is_not_stored_again(storage):
-    """A digest page is read before it can be looked at, the part that no pool has included; others come to lie there."""
+    """A digest page is read before it is looked at, with the part that no pool has; others come to lie there."""
     with server_context(**storage.arguments) as args, cache_of(storage, args) as cache:
         for group in cache.controller.tile_digests.groups:
             for index in range(0, group.pool.size, P):
