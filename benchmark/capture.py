@@ -12,9 +12,7 @@ accelerator. Times are this thread's processor time, with torch on one thread.
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import json
 import os
 import statistics
 import sys
@@ -29,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "test"))
 
 import torch
 
-from paired import alternate, peak_memory, ratio, text
+from paired import alternate, peak_memory, ratio, script, text
 
 _PREFILL, _REQUESTS, _BOUNDARY = 1_024, 4, 256
 # Decode steps without a boundary are short: as many in a round.
@@ -167,15 +165,7 @@ def _plain_copy_seconds(size: int) -> float:
     return statistics.median(times["copy"])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    result = measure(args.rounds)
-    if args.json:
-        print(json.dumps(result))
-        return
+def show(result: dict[str, Any]) -> None:
     for name in ("prefill", "decode", "decode_without_boundary"):
         r = result[name]
         print(f"{name}: with / without capture = {text(r)}; {r['tile_calls']} tile calls")
@@ -192,4 +182,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script(__doc__, measure, show, rounds=6)

@@ -9,8 +9,6 @@ of four slots out of the rings, as a decode step does in which four requests rea
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +16,7 @@ from typing import Any
 import torch
 
 from geometry import FLASH
-from paired import alternate, peak_memory, ratio, text
+from paired import alternate, peak_memory, ratio, script, text
 from restore import Pools, plain_copy
 
 _PAGE, _TILES, _SLOTS = 256, 8, 4
@@ -78,15 +76,7 @@ def measure(rounds: int) -> dict[str, Any]:
     return figures
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    result = measure(args.rounds)
-    if args.json:
-        print(json.dumps(result))
-        return
+def show(result: dict[str, Any]) -> None:
     for name in ("prefill", "decode"):
         r = result[name]
         print(
@@ -97,4 +87,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script(__doc__, measure, show, rounds=12)

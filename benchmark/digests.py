@@ -7,8 +7,6 @@ Buffers of V4-Flash's sizes in page-first host memory, each larger than what a c
 
 from __future__ import annotations
 
-import argparse
-import json
 import resource
 import statistics
 import threading
@@ -19,6 +17,8 @@ from typing import Any
 import torch
 import xxhash
 
+from paired import script
+
 # Bytes of one tile and of one page's compressed rows: V4-Flash, bf16 rows, float32 state.
 _SIZES = {"tile": 6_496_256, "page": 1_594_624}
 _BUFFERS = 40
@@ -26,6 +26,7 @@ _BUFFERS = 40
 
 def measure(rounds: int) -> dict[str, Any]:
     """Hash and copy in turns; medians."""
+    torch.set_num_threads(1)
     figures: dict[str, Any] = {"rounds": rounds}
     for name, size in _SIZES.items():
         source, target = (torch.randint(0, 256, (_BUFFERS, size), dtype=torch.uint8) for _ in range(2))
@@ -77,16 +78,7 @@ def _other_thread(source: torch.Tensor) -> float:
     return beside / alone
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    result = measure(args.rounds)
-    if args.json:
-        print(json.dumps(result))
-        return
+def show(result: dict[str, Any]) -> None:
     for name in _SIZES:
         r = result[name]
         print(
@@ -98,4 +90,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script(__doc__, measure, show, rounds=40)

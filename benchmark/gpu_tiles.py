@@ -9,7 +9,6 @@ memory and back, in the pieces that HiCache copies, against one piece. Times are
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import statistics
@@ -23,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "test"))
 import torch
 
 from geometry import FLASH
-from paired import ratio
+from paired import ratio, script
 
 _TILES, _SLOTS, _RING, _STATE_RING = 32, 16, 128, 8
 _STREAMS = {"window": (128, 512, torch.bfloat16), "c4_state": (4, 2048, torch.float32)}
@@ -176,19 +175,12 @@ def _host_copies(buffers: Buffers, rounds: int) -> dict[str, Any]:
     return out
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    result = measure(args.rounds)
-    if args.json:
-        print(json.dumps(result))
-    elif "skipped" in result:
+def show(result: dict[str, Any]) -> None:
+    if "skipped" in result:
         print(f"skipped: {result['skipped']}")
     else:
         print(json.dumps(result, indent=2))
 
 
 if __name__ == "__main__":
-    main()
+    script(__doc__, measure, show, rounds=30)

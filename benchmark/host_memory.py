@@ -9,8 +9,6 @@ kept beside them alone: nodes, locks, digests. That is measured too.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
 from pathlib import Path
@@ -23,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "test"))
 import psutil
 
 from geometry import FLASH
-from paired import peak_memory
+from paired import peak_memory, script
 
 _TILES = 12
 _POOLS = ("window", "c4_state", "indexer_state")
@@ -73,14 +71,7 @@ def _count(pool: Any) -> int:
     return int(pool.size // 256)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    result = measure()
-    if args.json:
-        print(json.dumps(result))
-        return
+def show(result: dict[str, Any]) -> None:
     print(
         f"a tile is {result['tile_bytes']:,} B; the host pools of {result['host_tiles']} tiles take "
         f"{result['host_bytes_per_tile']:,.0f} B each; writing one made the process grow by "
@@ -89,4 +80,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script(__doc__, measure, show)

@@ -11,8 +11,6 @@ alone as a share of the step that makes them.
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing as mp
 import os
 import resource
@@ -24,6 +22,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from paired import script
 
 _TEST = Path(__file__).resolve().parent.parent / "test"
 _PREFILL = 512
@@ -169,15 +169,7 @@ def _ratio(by_name: dict[str, list[float]]) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    result = measure(args.rounds)
-    if args.json:
-        print(json.dumps(result))
-        return
+def show(result: dict[str, Any]) -> None:
     for what, share in (("decode", "calls_share_of_step"), ("prefill", "calls_share_of_layer")):
         r = result[what]
         print(
@@ -190,4 +182,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script(__doc__, measure, show, rounds=40)

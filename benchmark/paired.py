@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import resource
 import statistics
 import time
@@ -54,3 +56,26 @@ def peak_memory() -> int:
 def text(figure: Mapping[str, Any]) -> str:
     """A ratio for people: 1.08 (middle half 1.05 to 1.12)."""
     return f"{figure['ratio']:.3f} (middle half of the pairs {figure['q1']:.3f} to {figure['q3']:.3f})"
+
+
+def script(
+    about: str | None,
+    measure: Callable[..., dict[str, Any]],
+    show: Callable[[dict[str, Any]], None],
+    *,
+    rounds: int | None = None,
+) -> None:
+    """The command line of one benchmark: measure, then print the figures as JSON or by ``show``.
+
+    about: the script's docstring. rounds: the default of --rounds, which ``measure`` is given; None without.
+    """
+    parser = argparse.ArgumentParser(description=(about or "").splitlines()[0])
+    if rounds is not None:
+        parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    result = measure() if rounds is None else measure(args.rounds)
+    if args.json:
+        print(json.dumps(result))
+    else:
+        show(result)

@@ -25,11 +25,10 @@ Example, V4-Flash, T 8,192, 8 ranks, DP attention:
 
 from __future__ import annotations
 
-import argparse
-import json
 from typing import Any, NamedTuple
 
 from geometry import MODELS, Model
+from paired import script
 
 # AMD Instinct MI355X data sheet (CDNA 4, 2025): 8 TB/s of HBM3E; 5.0 PFLOPS of dense FP8.
 BANDWIDTH = 8e12
@@ -135,14 +134,7 @@ def measure() -> dict[str, Any]:
     return {"is_projection": True, "inputs": inputs, "goal": GOAL, "rows": rows}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    result = measure()
-    if args.json:
-        print(json.dumps(result))
-        return
+def show(result: dict[str, Any]) -> None:
     print(f"PROJECTION, not a measurement: MI355X, chunks of {CHUNK:,} tokens, stride 1")
     for r in result["rows"]:
         print(
@@ -154,4 +146,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script(__doc__, measure, show)

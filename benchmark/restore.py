@@ -10,9 +10,7 @@ of the same number. Times are this thread's processor time.
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -29,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "test"))
 import torch
 
 from geometry import FLASH
-from paired import alternate, peak_memory, ratio, text
+from paired import alternate, peak_memory, ratio, script, text
 
 # Together larger than a processor's cache, as the tiles of a server are.
 _TILES = 24
@@ -160,15 +158,7 @@ def measure(rounds: int) -> dict[str, Any]:
     return figures
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    result = measure(args.rounds)
-    if args.json:
-        print(json.dumps(result))
-        return
+def show(result: dict[str, Any]) -> None:
     for name in ("one_slot", "four_slots", "layer_wise"):
         r = result[name]
         print(
@@ -180,4 +170,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script(__doc__, measure, show, rounds=60)
