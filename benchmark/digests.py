@@ -7,7 +7,6 @@ Buffers of V4-Flash's sizes in page-first host memory, each larger than what a c
 
 from __future__ import annotations
 
-import resource
 import statistics
 import threading
 import time
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 import xxhash
 
-from paired import script
+from paired import peak_memory, script
 
 # Bytes of one tile and of one page's compressed rows: V4-Flash, bf16 rows, float32 state.
 _SIZES = {"tile": 6_496_256, "page": 1_594_624}
@@ -42,7 +41,7 @@ def measure(rounds: int) -> dict[str, Any]:
             "copy_bytes_per_second": size / statistics.median(copying),
         }
     figures["other_thread_ratio"] = _other_thread(source)
-    figures["peak_memory_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    figures["peak_memory_bytes"] = peak_memory()
     return figures
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
-import resource
 import statistics
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from paired import script
+from paired import peak_memory, script
 
 _TEST = Path(__file__).resolve().parent.parent / "test"
 _PREFILL = 512
@@ -66,7 +65,7 @@ def _worker(tree: str, pipe: Connection, log: str) -> None:
             pipe.send(_time_calls(run))
         else:
             pipe.send(prefill() if what == "prefill" else decode())
-    pipe.send(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    pipe.send(peak_memory())
 
 
 def _time_calls(run: Any) -> dict[str, float]:

@@ -63,9 +63,9 @@ class RestorePlan:
     layer_wise: bool = False
     executed: bool = False
     host_seconds: float = 0.0
-    # Per (rows, ring rows): tile ids, ring rows and, on a CPU, their runs; filled in by the
-    # first stream that needs them.
-    rows: dict[tuple[int, int], StepRows] = field(default_factory=dict)
+    # Per (slots, rows, ring rows): tile ids, ring rows and, on a CPU, their runs; filled in by
+    # the first stream that needs them.
+    rows: dict[tuple[int, int, int], StepRows] = field(default_factory=dict)
 
     @property
     def warm(self) -> int:
@@ -258,11 +258,11 @@ class TileReader:
     def _rows(self, stream: str, plan: RestorePlan) -> StepRows:
         """Tile ids and ring rows of the slots to write; windows only where there is a prefix."""
         geometry = self._pool.layout.streams[stream]
-        key = (geometry.rows, geometry.ring_rows)
+        count = plan.warm if stream in WINDOW_STREAMS else len(plan.slots)
+        key = (count, geometry.rows, geometry.ring_rows)
         if key not in plan.rows:
-            count = plan.warm if stream in WINDOW_STREAMS else len(plan.slots)
             on_host = ring_addresses(
-                plan.slots[:count], plan.boundaries[:count], *key, pin=self._pin
+                plan.slots[:count], plan.boundaries[:count], *key[1:], pin=self._pin
             )
             plan.rows[key] = step_rows(plan.tile_ids[:count], on_host, coded=False)
         return plan.rows[key]

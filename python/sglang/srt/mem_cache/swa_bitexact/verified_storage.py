@@ -50,12 +50,16 @@ class VerifiedStorage:
         self._backend = backend
         self._digests = digests
         self._refused: set[tuple[str, str]] = set()
-        # Pages that were read and compared, and keys that failed, since the start.
+        # Pages that were read and compared since the start.
         self.checked = 0
-        self.quarantined = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
+
+    @property
+    def quarantined(self) -> int:
+        """Keys that failed, of every backend since the start."""
+        return self._digests.counters.storage_failed
 
     def on_host_pools_registered(self) -> None:
         for group in self._digests.groups:
@@ -238,7 +242,6 @@ class VerifiedStorage:
 
     def _quarantine(self, name: str, key: str, reason: str) -> None:
         """Let nobody read ``key`` in the group of ``name`` again, and count it."""
-        self.quarantined += 1
         self._digests.counters.storage_failed += 1
         group = next(g for g in self._digests.groups if name in (*g.members, g.name))
         logger.warning(
