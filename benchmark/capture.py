@@ -33,7 +33,7 @@ _PREFILL, _REQUESTS, _BOUNDARY = 1_024, 4, 256
 # Decode steps without a boundary are short: as many in a round.
 _QUIET_STEPS = 8
 _COPIES = 100
-_HOOKS = ("window_rows", "state_rows", "decode_windows", "decode_states")
+_HOOKS = ("window_rows", "state_rows", "windows_at_end", "states_at_end")
 _KERNELS = {
     "sglang.srt.mem_cache.swa_bitexact.capture": ("capture_layer", "gather_tiles"),
     "sglang.srt.mem_cache.swa_bitexact.restore": ("scatter_layer", "scatter_tables"),

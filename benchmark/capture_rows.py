@@ -51,8 +51,8 @@ def _decode(pools: Pools) -> Callable[[int], None]:
 
     def step(number: int) -> None:
         plan = _captures([2 * _PAGE] * _SLOTS, list(range(1, _SLOTS + 1)), start=2 * _PAGE - 1)
-        writer.decode_windows(plan)
-        writer.decode_states(plan)
+        writer.windows_at_end(plan)
+        writer.states_at_end(plan)
 
     return step
 

@@ -116,10 +116,10 @@ def _calls_counted(pools: Pools, run: Callable[[int], None]) -> int:
 
 def _queue(pools: Pools) -> Callable[[int], None]:
     """The scheduler's side of one request with a prefix: which tile, into which slot."""
-    from sglang.srt.mem_cache.swa_bitexact.receipt import MatchedForReuse
+    from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 
     slots, prefix = torch.tensor([1]), 2 * _PAGE
-    match = MatchedForReuse(prefix, prefix, loads=False, tile_on_host=False)
+    match = MatchResult(prefix, 1, 1, 1, full_kv_hit_length=prefix)
     fields = {"rid": "1", "prefix_len": prefix, "full_untruncated_fill_ids": range(prefix + 1)}
 
     def queue(_: int) -> None:

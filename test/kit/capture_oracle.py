@@ -94,10 +94,12 @@ class Observer:
             kind = "decode" if capture.decode else "prefill"
             if batch.forward_mode.is_mixed():
                 kind = f"mixed {kind}"
+            if plan.at_end and kind != "decode":
+                kind = f"{kind} at the end"
             before = capture.boundary - capture.chunk_start
             straddles = (
                 ()
-                if kind == "decode"
+                if plan.at_end
                 else tuple(name for name, rows in (("window", WINDOW), ("state", STATE_ROWS)) if before < rows)
             )
             rows = self.allocator.capture_pool.tile(tile)
@@ -165,6 +167,9 @@ def arrivals(scenario: str) -> dict[int, list[Any]]:
         # Decode rows cross boundaries while prompts keep arriving.
         steady = [r("a", prompt(1, 245), 40), r("b", prompt(2, 505), 20), r("c", prompt(3, 250), 20)]
         return {0: steady, **{i: [r(f"p{i}", prompt(10 + i, 300 + 37 * i), 3)] for i in range(3, 14)}}
+    if scenario == "chunk_ends":
+        # On a grid of two pages chunks of 512 stop on it; a last boundary may lie inside.
+        return {0: [r("a", prompt(1, 2048), 3), r("b", prompt(2, 1400), 3), r("c", prompt(3, 3000), 3)]}
     if scenario == "whole":
         return {
             0: [r("a", prompt(1, 1023), 4), r("b", prompt(2, 2049), 4), r("c", prompt(3, 1024), 4)],
@@ -185,6 +190,7 @@ def arrivals(scenario: str) -> dict[int, list[Any]]:
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "whole": {"chunked_prefill_size": 2048},
     "odd_chunks": {"chunked_prefill_size": 512},
+    "chunk_ends": {"chunked_prefill_size": 512, "hicache_swa_offload_page_stride": 2},
     "mixed": {"chunked_prefill_size": 512, "enable_mixed_chunk": True, "disable_overlap_schedule": True},
     "mixed_overlap": {"chunked_prefill_size": 512, "enable_mixed_chunk": True},
     "retract": {"chunked_prefill_size": 512},

@@ -87,6 +87,8 @@ class OracleSteps(OracleWorld):
             self._capture_flat(plan, [(stay.path, stay.done, end) for stay, end in stays])
         for request, end in parts:
             self._computed(request, end)
+        self._capture_at_end(plan)
+        for request, end in parts:
             if publish:
                 self.watch.path = request.path
                 request.checkpoint()
@@ -119,9 +121,7 @@ class OracleSteps(OracleWorld):
         )
         plan = self.planner.plan_decode(cast(ScheduleBatch, batch))
         self._planned(plan, wanted, decode=True)
-        if plan is not None:
-            self.cache.kvcache.tile_writer.decode_windows(plan)
-            self.cache.kvcache.tile_writer.decode_states(plan)
+        self._capture_at_end(plan)
 
     def _computed(self, request: OracleRequest, end: int) -> None:
         """Rings and pages get what computing [done, end) writes."""
@@ -173,6 +173,11 @@ class OracleSteps(OracleWorld):
                     writer.state_rows(layer_id, flat, plan, is_indexer=stream == "indexer_state")
                 else:
                     writer.window_rows(layer_id, flat, None, plan)
+
+    def _capture_at_end(self, plan: CapturePlan | None) -> None:
+        if plan is not None:
+            self.cache.kvcache.tile_writer.windows_at_end(plan)
+            self.cache.kvcache.tile_writer.states_at_end(plan)
 
     def land(self) -> None:
         """The oldest step's result is processed."""

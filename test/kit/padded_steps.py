@@ -34,7 +34,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from kit.tiny_run import TinyRun, tiny_run
 
-_HOOKS = ("window_rows", "state_rows", "decode_windows", "decode_states")
+_HOOKS = ("window_rows", "state_rows", "windows_at_end", "states_at_end")
 TOKENS = [6 + k * 7 % 500 for k in range(600)]
 
 

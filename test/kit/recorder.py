@@ -9,10 +9,10 @@ class Recorder:
     """Puts recording hooks onto the live backend, its pool and the stand-in cache.
 
     events: what was called, in order. rings: the window rows of a layer (prefill) or of all
-    layers (decode) at each capture. flat: the rows that each prefill capture was given.
+    layers (end of a step) at each capture. flat: the rows that each prefill capture was given.
     """
 
-    def __init__(self, run, stack, decode_hooks):
+    def __init__(self, run, stack, step_hooks):
         from sglang.benchmark import one_batch
         from sglang.kernels.ops.kvcache import dsv4_unified_kv_store
 
@@ -23,8 +23,8 @@ class Recorder:
             stack.enterContext(unittest.mock.patch.object(owner, name, replacement))
 
         patch(backend, "capture_swa_windows", self.prefill)
-        for name in decode_hooks:
-            patch(backend, name, self.decode(name))
+        for name in step_hooks:
+            patch(backend, name, self.step(name))
         patch(one_batch.TreeCacheNamespace, "restore_swa_windows", self.restore)
         store = dsv4_unified_kv_store.store_swa_into_unified
         patch(dsv4_unified_kv_store, "store_swa_into_unified", self.around("store_swa_into_unified", store))
@@ -47,7 +47,7 @@ class Recorder:
         self.rings.append(self.ring(layer_id))
         self.flat.append(kv.clone())
 
-    def decode(self, name):
+    def step(self, name):
         def call(forward_batch):
             layers = range(len(self.run.pool.unified_kv_pool.kv_buffer))
             self.events.append((name, forward_batch.seq_lens.tolist()))

@@ -17,7 +17,7 @@ register_cpu_ci(est_time=240, suite="base-a-test-cpu")
 _BOTH, _WINDOW = "window and state on both sides of the cut", "window on both sides of the cut"
 
 
-@pytest.mark.parametrize("scenario", ["whole", "odd_chunks", "mixed", "mixed_overlap", "retract"])
+@pytest.mark.parametrize("scenario", ["whole", "odd_chunks", "chunk_ends", "mixed", "mixed_overlap", "retract"])
 def test_tiles_equal_an_uninterrupted_run(scenario):
     found = child_result("kit.capture_oracle", scenario)
     assert found["wrong"] == []
@@ -33,10 +33,15 @@ def test_tiles_equal_an_uninterrupted_run(scenario):
     assert found["zombies"] == {"whole": 1, "retract": 2}.get(scenario, 0)
     if scenario == "whole":
         # Prompts of 1,023, 2,049 and 1,024 tokens: 3 + 8 + 4. Decode: from 1,023 over 1,024,
-        # from 250 over 256, 512 and 768, from 128 and from 255 over 256.
-        assert kinds == {"prefill": 15, "decode": 6}
+        # from 250 over 256, 512 and 768, from 128 and from 255 over 256. The last 256 tokens of
+        # 1,024 are a chunk of their own.
+        assert kinds == {"prefill": 14, "prefill at the end": 1, "decode": 6}
     elif scenario == "odd_chunks":
         assert kinds == {"prefill": 16, f"prefill, {_BOTH}": 1, f"prefill, {_WINDOW}": 3}
+    elif scenario == "chunk_ends":
+        # Ends on the grid: 3 of 2,048, 2 of 1,400, 5 of 3,000. Last boundaries 1,280 and 2,816,
+        # and 1,792 and 2,048 of one chunk: a prompt of whole pages has two.
+        assert kinds == {"prefill at the end": 10, "prefill": 4}
     elif scenario.startswith("mixed"):
         straddling = 6 if scenario == "mixed" else 4
         assert kinds == {
@@ -48,7 +53,7 @@ def test_tiles_equal_an_uninterrupted_run(scenario):
     else:
         assert found["retractions"] == 6
         assert found["aborted"] == ["cut", "gone"]
-        assert kinds == {"prefill": 25, "decode": 4}
+        assert kinds == {"prefill": 23, "prefill at the end": 2, "decode": 4}
 
 
 if __name__ == "__main__":

@@ -199,7 +199,7 @@ def capture_one(cache, layer=None, *, corrupt=None):
     """Capture boundary 256 of a chunk of 256 in slot 1, all streams; the flat rows are the slot's own."""
     writer, pool = cache.kvcache.tile_writer, cache.kvcache.capture_pool
     owner = RequestTiles()
-    plan = CapturePlan((TileCapture(owner, 256, 1, 100, 0, False),), torch.tensor([5]))
+    plan = CapturePlan((TileCapture(owner, 256, 1, 100, 0, False, False),), torch.tensor([5]))
     generator = torch.Generator().manual_seed(3)
     for stream, layers in writer.layer_index.items():
         width = pool.layout.streams[stream].width

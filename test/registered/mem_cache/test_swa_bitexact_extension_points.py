@@ -32,7 +32,7 @@ from sglang.test.test_utils import CustomTestCase
 
 register_cpu_ci(est_time=30, suite="base-a-test-cpu")
 
-_DECODE_HOOKS = ("capture_swa_windows_decode", "capture_compress_state_windows_decode")
+_STEP_HOOKS = ("capture_swa_windows_decode", "capture_compress_state_windows_decode")
 
 
 class TestSwitches(CustomTestCase):
@@ -62,7 +62,7 @@ class TestBackendHooks(CustomTestCase):
         for owner in (None, _BareBackend()):
             self.assertIsNone(AttentionBackend.capture_swa_windows(owner, 0, kv, batch))
             self.assertIsNone(AttentionBackend.capture_swa_windows(owner, 0, kv, batch, k_rope=rope))
-            for name in _DECODE_HOOKS:
+            for name in _STEP_HOOKS:
                 self.assertIsNone(getattr(AttentionBackend, name)(owner, batch))
         self.assertTrue(torch.equal(kv, before[0]) and torch.equal(rope, before[1]))
         self.assertTrue(torch.equal(batch.seq_lens, before[2]))
@@ -71,7 +71,7 @@ class TestBackendHooks(CustomTestCase):
     def test_every_backend_inherits_them(self):
         backend = _BareBackend()
         self.assertEqual(vars(backend), {})
-        for name in ("capture_swa_windows", *_DECODE_HOOKS):
+        for name in ("capture_swa_windows", *_STEP_HOOKS):
             self.assertIs(getattr(type(backend), name), getattr(AttentionBackend, name))
 
     def test_the_docstrings_state_the_ordering_contract(self):
@@ -180,7 +180,7 @@ class TestRecordedCalls(CustomTestCase):
     def setUp(self):
         self.run_.clear()
         self.layers = range(len(self.run_.pool.unified_kv_pool.kv_buffer))
-        self.recorder = self.recorder_class(self.run_, self, _DECODE_HOOKS)
+        self.recorder = self.recorder_class(self.run_, self, _STEP_HOOKS)
 
     def names(self):
         return [event[0] for event in self.recorder.events]
@@ -190,7 +190,8 @@ class TestRecordedCalls(CustomTestCase):
         self.run_.extend((one, 300), (two, 140))
         slots = [one.slot, two.slot]
         per_layer = ["capture", "store_swa_into_unified"]
-        self.assertEqual(self.names(), ["clear_c4_req_states", "restore", *per_layer * len(self.layers)])
+        expected = ["clear_c4_req_states", "restore", *per_layer * len(self.layers), *_STEP_HOOKS]
+        self.assertEqual(self.names(), expected)
         self.assertEqual(self.recorder.events[1], ("restore", slots, slots))
         captures = [event for event in self.recorder.events if event[0] == "capture"]
         self.assertEqual(captures, [("capture", layer, (440, 512), torch.bfloat16, None) for layer in self.layers])
@@ -208,6 +209,18 @@ class TestRecordedCalls(CustomTestCase):
             rows = self.run_.ring_rows(sequence, range(480 - 128, 480))[layer]
             self.assertTrue(torch.equal(self.recorder.flat[layer][-128:], rows))
 
+    def test_prefill_ends_with_the_hooks_of_the_step(self):
+        """Then the rings hold the last rows of every chunk."""
+        sequence = self.run_.sequence(list(range(6, 506)))
+        self.run_.extend((sequence, 300))
+        written = [self.recorder.ring(layer) for layer in self.layers]
+        for seen in self.recorder.rings[-2:]:
+            for layer in self.layers:
+                self.assertTrue(torch.equal(seen[layer], written[layer]))
+        rows = self.run_.ring_rows(sequence, range(300 - 128, 300))
+        for layer in self.layers:
+            self.assertTrue(torch.equal(rows[layer], self.recorder.flat[layer][-128:]))
+
     def _decode_twice(self):
         one, two = self.run_.sequence(list(range(6, 306))), self.run_.sequence(list(range(306, 6, -1)))
         self.run_.extend((one, 256), (two, 30))
@@ -218,9 +231,9 @@ class TestRecordedCalls(CustomTestCase):
             rows.append([self.recorder.ring(layer) for layer in self.layers])
         return rows
 
-    def _assert_decode_hooks_saw(self, rows):
-        expected = [(name, [256 + step, 30 + step]) for step in (1, 2) for name in _DECODE_HOOKS]
-        self.assertEqual([event for event in self.recorder.events if event[0] in _DECODE_HOOKS], expected)
+    def _assert_step_hooks_saw(self, rows):
+        expected = [(name, [256 + step, 30 + step]) for step in (1, 2) for name in _STEP_HOOKS]
+        self.assertEqual([event for event in self.recorder.events if event[0] in _STEP_HOOKS], expected)
         # At each call the rings are those at the end of the step: written, and not yet overwritten.
         for call, rings in enumerate(self.recorder.rings):
             for layer in self.layers:
@@ -229,7 +242,7 @@ class TestRecordedCalls(CustomTestCase):
     def test_decode_on_the_eager_path(self):
         rows = self._decode_twice()
         self.assertFalse(torch.equal(rows[0][0], rows[1][0]))
-        self._assert_decode_hooks_saw(rows)
+        self._assert_step_hooks_saw(rows)
 
     def test_decode_on_the_graph_path(self):
         """The early return of a replayed graph is behind the hooks too."""
@@ -243,7 +256,7 @@ class TestRecordedCalls(CustomTestCase):
 
         graph = SimpleNamespace(can_run_graph=lambda batch: True, execute=execute, bs=2)
         self.enterContext(unittest.mock.patch.object(runner, "decode_cuda_graph_runner", graph))
-        self._assert_decode_hooks_saw(self._decode_twice())
+        self._assert_step_hooks_saw(self._decode_twice())
         self.assertEqual(replayed, [2, 2])
 
     def test_a_draft_worker_is_not_asked(self):

@@ -56,6 +56,18 @@ def test_a_decode_step_plans_the_requests_at_a_boundary():
     assert boundaries(plan) == [(3, 1024, 1023, 2), (2, 512, 511, 1)]
 
 
+def test_what_ends_with_the_step_is_taken_at_its_end_if_everything_does():
+    p = planner(stride=2)
+    # A chunk up to the grid; with it, one that goes on beyond its last boundary; decode rows.
+    assert p.plan_extend(extend((req(1, 2000), 0, 512))).at_end
+    both = p.plan_extend(extend((req(1, 2000), 512, 1024), (req(2, 300), 0, 300)))
+    assert [(c.slot, c.boundary, c.at_end) for c in both.captures] == [(1, 1024, True), (2, 256, False)]
+    assert not both.at_end
+    assert p.plan_decode(decode((req(3, 9), 512))).at_end
+    # At stride 1 a chunk has boundaries inside.
+    assert not planner().plan_extend(extend((req(4, 2000), 0, 512))).at_end
+
+
 def test_a_request_that_will_not_be_published_gets_no_tile():
     p = planner()
     assert p.plan_extend(extend((req(1, 700, skip=True), 0, 700))) is None
@@ -187,10 +199,12 @@ def test_mixed_rows_lie_behind_the_chunk():
 
 def test_addresses_of_a_straddling_window():
     # Boundary 512, chunk from 510 at flat row 100, slot 3.
-    plan = CapturePlan((TileCapture(RequestTiles(), 512, 3, 510, 100, False),), torch.tensor([1]))
-    assert row_addresses(plan, 4, 8, from_flat=True).tolist() == [[-29, -30, 100, 101]]
-    assert row_addresses(plan, 4, 8, from_flat=False).tolist() == [[28, 29, 30, 31]]
-    window = row_addresses(plan, 128, 131, from_flat=True)[0]
+    def plan(*, at_end):
+        return CapturePlan((TileCapture(RequestTiles(), 512, 3, 510, 100, at_end, False),), torch.tensor([1]))
+
+    assert row_addresses(plan(at_end=False), 4, 8).tolist() == [[-29, -30, 100, 101]]
+    assert row_addresses(plan(at_end=True), 4, 8).tolist() == [[28, 29, 30, 31]]
+    window = row_addresses(plan(at_end=False), 128, 131)[0]
     assert window[-2:].tolist() == [100, 101]
     # A ring of 131 rows: position 384 lies in row 3 * 131 + 384 % 131.
     assert window[0].item() == -1 - (3 * 131 + 122)

@@ -122,7 +122,7 @@ def test_a_tile_in_flight_is_the_trees_once_it_is_published(cache):
     planner = cache.allocator.capture_planner
     a = TileRequest(cache, tokens, seed=1).admit().extend(2 * P, 2 * P, in_flight=True)
     owner, tile_id = a.req.swa_tiles, a.req.swa_tiles.tiles[2 * P]
-    first = CapturePlan((TileCapture(owner, 2 * P, a.req.kv.req_pool_idx, 0, 0, False),), tile_id)
+    first = CapturePlan((TileCapture(owner, 2 * P, a.req.kv.req_pool_idx, 0, 0, True, False),), tile_id)
     a.checkpoint().extend(4 * P, 4 * P, in_flight=True)
     cache.check(a)
     planner.finish(first)

@@ -223,7 +223,6 @@ def test_a_match_that_is_repeated_remembers_what_storage_did_not_deliver(filled)
     a = TileRequest(filled, TOKENS, seed=2)
     receipts.storage_incomplete(a.req.rid, 4 * P)
     a.match()
-    assert a.req.swa_match.storage_end == 4 * P
     found = receipt(filled, a.admit())
     assert (found["nominal_hit"], found["reason"]) == (4 * P, "storage_incomplete")
     assert receipt(filled, TileRequest(filled, TOKENS, seed=2).admit())["mode"] == "exact"

@@ -84,7 +84,7 @@ def test_a_rejected_admission_counts_when_it_takes_a_slot(cache):
     a = TileRequest(cache, TOKENS, seed=2)
     for _ in range(3):
         a.match()
-        assert (a.req.prefix_len, a.req.swa_match.nominal) == (3 * P, 3 * P)
+        assert (a.req.prefix_len, a.req.swa_match.full_kv_hit_length) == (3 * P, 3 * P)
     assert counters(cache) == ReuseCounters()
     cache.evict_device()
     a.admit(loads=False).extend(3 * P + 1)

@@ -60,10 +60,11 @@ def rings():
         yield Rings()
 
 
-def plan(*captures):
+def plan(*captures, at_end=False):
     """A plan of (boundary, slot, chunk_start, first_row, tile)."""
     return CapturePlan(
-        tuple(TileCapture(RequestTiles(), *c[:4], False) for c in captures), torch.tensor([c[4] for c in captures])
+        tuple(TileCapture(RequestTiles(), *c[:4], at_end, False) for c in captures),
+        torch.tensor([c[4] for c in captures]),
     )
 
 
@@ -117,11 +118,14 @@ def test_padded_rows_behind_the_tokens_are_in_no_tile(rings):
     assert torch.equal(rings.tiles.buffers["window"][1, 4], kv[128:256])
 
 
-def test_decode_takes_every_layer_from_the_rings_in_one_call_per_stream(rings):
-    p = plan((512, 1, 511, 0, 3), (256, 4, 255, 1, 6))
+def test_what_ends_with_the_step_is_taken_from_the_rings_in_one_call_per_stream(rings):
+    """Decode rows, and chunks of prefill: the layers' own hooks leave them alone."""
+    p = plan((512, 1, 511, 0, 3), (256, 4, 200, 1, 6), at_end=True)
+    rings.writer.window_rows(0, _Untouchable(), None, p)
+    rings.writer.state_rows(1, _Untouchable(), p, is_indexer=True)
     with patch.object(capture, "gather_tiles", wraps=capture.gather_tiles) as calls:
-        rings.writer.decode_windows(p)
-        rings.writer.decode_states(p)
+        rings.writer.windows_at_end(p)
+        rings.writer.states_at_end(p)
     assert calls.call_count == 3
     for tile, slot, boundary in ((3, 1, 512), (6, 4, 256)):
         for layer in range(len(RATIOS)):
@@ -145,12 +149,13 @@ def test_addresses_are_made_once_per_step_not_per_layer(rings):
     assert [call.args[1:] for call in made.call_args_list] == [(WINDOW, WINDOW), (4, 8)]
 
 
-def test_a_decode_plan_that_runs_as_a_prefill_takes_its_own_row_from_the_flat_rows(rings):
-    """A data-parallel rank that decodes may have to compute its step as an extend of one row each."""
-    kv = flat_rows(3, 512, torch.bfloat16)
-    rings.writer.window_rows(2, kv, None, plan((512, 1, 511, 1, 3)))
-    expected = torch.cat((rings.window_rows(2, 1, range(384, 511)), kv[1:2]))
-    assert torch.equal(rings.tiles.buffers["window"][2, 3], expected)
+def test_what_was_taken_layer_by_layer_is_not_taken_again_at_the_end(rings):
+    """The rings no longer have the rows of a boundary inside the chunk."""
+    p = plan((512, 1, 300, 0, 3))
+    rings.writer.windows_at_end(p)
+    rings.writer.states_at_end(p)
+    for name, buffer in rings.tiles.buffers.items():
+        assert torch.equal(buffer, rings.before[name])
 
 
 class _Untouchable:

@@ -86,7 +86,8 @@ class TileTokenToKVPoolAllocator(SWATokenToKVPoolAllocator):
     def map_tile(self, full_page: torch.Tensor, tile_id: torch.Tensor) -> None:
         """Map one page's FULL indices, int64 [page_size], to the tile, int64 [1]."""
         slots = torch.add(self._page_offsets, tile_id, alpha=self.page_size)
-        self.set_full_to_swa_mapping(full_page, slots)
+        # One operation: assigning by index first broadcasts, expands and checks.
+        self.full_to_swa_index_mapping.index_copy_(0, full_page, slots)
 
     def check_tiles(self, held: Iterable[torch.Tensor]) -> None:
         """Every tile is free, mapped to one FULL page, or in ``held``, exactly once. Synchronizes.

@@ -56,8 +56,11 @@ class TileWriter:
     ) -> None:
         """One layer's window rows of a prefill step; kv [tokens, width], k_rope under fp8.
 
-        Before the step writes the ring, which still holds the rows before it.
+        Before the step writes the ring, which still holds the rows before it. Nothing where
+        windows_at_end() takes them all.
         """
+        if plan.at_end:
+            return
         self._layer_rows("window", layer_id, kv, plan)
         if "window_rope" in self.rings:
             assert k_rope is not None, "fp8 rows come with their rope half"
@@ -73,25 +76,34 @@ class TileWriter:
     ) -> None:
         """One compressor's overlap rows of a prefill step; kv_score [tokens, width] float32.
 
-        Before the compressor transforms them in place and writes its state ring.
+        Before the compressor transforms them in place and writes its state ring. Nothing where
+        states_at_end() takes them all.
         """
+        if plan.at_end:
+            return
         stream = "indexer_state" if is_indexer else "c4_state"
         self._layer_rows(stream, layer_id, kv_score, plan)
 
-    def decode_windows(self, plan: CapturePlan) -> None:
-        """All layers' window rows of a decode step, after it wrote the ring; one launch per stream."""
-        self._all_layers(WINDOW_STREAMS, plan)
+    def windows_at_end(self, plan: CapturePlan) -> None:
+        """All layers' window rows, if every capture ends with its request's part of the step.
 
-    def decode_states(self, plan: CapturePlan) -> None:
-        """All overlap rows of a decode step; one launch per stream."""
-        self._all_layers(STATE_STREAMS, plan)
+        After the step wrote the rings; one launch per stream. So ends every decode capture, and
+        a chunk of prefill that stops on the grid.
+        """
+        if plan.at_end:
+            self._all_layers(WINDOW_STREAMS, plan)
+
+    def states_at_end(self, plan: CapturePlan) -> None:
+        """The overlap rows of the same; one launch per stream."""
+        if plan.at_end:
+            self._all_layers(STATE_STREAMS, plan)
 
     def _layer_rows(
         self, stream: str, layer_id: int, flat: torch.Tensor, plan: CapturePlan
     ) -> None:
         layer = self.layer_index[stream][layer_id]
         ring = self.rings[stream].buffers[layer]
-        tile_ids, addresses, found = self._rows(stream, plan, from_flat=True)
+        tile_ids, addresses, found = self._rows(stream, plan)
         capture_layer(
             self.pool.buffers[stream][layer], tile_ids, flat, ring, addresses, found
         )
@@ -101,7 +113,7 @@ class TileWriter:
     def _all_layers(self, streams: tuple[str, ...], plan: CapturePlan) -> None:
         for stream in streams:
             if stream in self.rings:
-                tile_ids, addresses, found = self._rows(stream, plan, from_flat=False)
+                tile_ids, addresses, found = self._rows(stream, plan)
                 gather_tiles(
                     self.pool.buffers[stream],
                     tile_ids,
@@ -114,12 +126,12 @@ class TileWriter:
                         ring = self.rings[stream].buffers[layer]
                         self.checksums.captured(stream, layer_id, plan, ring)
 
-    def _rows(self, stream: str, plan: CapturePlan, *, from_flat: bool) -> StepRows:
+    def _rows(self, stream: str, plan: CapturePlan) -> StepRows:
         geometry = self.pool.layout.streams[stream]
-        key = (geometry.rows, geometry.ring_rows, from_flat)
+        key = (geometry.rows, geometry.ring_rows)
         if key not in plan.rows:
-            on_host = row_addresses(plan, *key[:2], from_flat=from_flat, pin=self._pin)
-            plan.rows[key] = step_rows(plan.tile_ids, on_host, coded=from_flat)
+            on_host = row_addresses(plan, *key, pin=self._pin)
+            plan.rows[key] = step_rows(plan.tile_ids, on_host, coded=not plan.at_end)
         return plan.rows[key]
 
 
@@ -134,12 +146,13 @@ def step_rows(
 
 
 def row_addresses(
-    plan: CapturePlan, rows: int, ring_rows: int, *, from_flat: bool, pin: bool = False
+    plan: CapturePlan, rows: int, ring_rows: int, *, pin: bool = False
 ) -> torch.Tensor:
     """Where the ``rows`` rows before each boundary are: int64 [captures, rows] on the host.
 
-    A position p of slot s lies in ring row s * ring_rows + p % ring_rows. With ``from_flat``
-    positions of this step are rows of its flat tensors, and ring rows are coded -1 - row.
+    A position p of slot s lies in ring row s * ring_rows + p % ring_rows. Unless the plan is
+    taken at the step's end, positions of this step are rows of its flat tensors, and ring rows
+    are coded -1 - row.
 
     Example, rows=4, ring_rows=8, boundary 512, slot 3, chunk from 510 at flat row 100:
         positions 508, 509 -> ring rows 28, 29 -> -29, -30
@@ -147,7 +160,7 @@ def row_addresses(
     """
     captures = plan.captures
     slots, boundaries = [c.slot for c in captures], [c.boundary for c in captures]
-    if not from_flat:
+    if plan.at_end:
         return ring_addresses(slots, boundaries, rows, ring_rows, pin=pin)
     start = np.array([c.chunk_start for c in captures])[:, None]
     first = np.array([c.first_row for c in captures])[:, None]

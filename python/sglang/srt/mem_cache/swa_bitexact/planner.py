@@ -68,7 +68,9 @@ class CapturePlanner:
                 stride=self.stride,
                 branch_at=req.swa_branching_seqlen,
             )
-            captures += self._captures(req, boundaries, start, first_row, decode=False)
+            captures += self._captures(
+                req, boundaries, start, length, first_row, decode=False
+            )
             first_row += length
         return self._take(captures, batch.tree_cache)
 
@@ -87,7 +89,7 @@ class CapturePlanner:
             if row < len(batch.reqs):
                 boundary = int(batch.seq_lens_cpu[row])
                 captures += self._captures(
-                    batch.reqs[row], (boundary,), boundary - 1, row, decode=True
+                    batch.reqs[row], (boundary,), boundary - 1, 1, row, decode=True
                 )
         return self._take(captures, batch.tree_cache)
 
@@ -113,6 +115,7 @@ class CapturePlanner:
         req: Req,
         boundaries: tuple[int, ...],
         start: int,
+        length: int,
         first_row: int,
         *,
         decode: bool,
@@ -124,7 +127,15 @@ class CapturePlanner:
             req.swa_tiles = RequestTiles()
         owner, slot = req.swa_tiles, int(req.kv.req_pool_idx)
         return [
-            TileCapture(owner, boundary, slot, start, first_row, decode)
+            TileCapture(
+                owner,
+                boundary,
+                slot,
+                start,
+                first_row,
+                at_end=boundary == start + length,
+                decode=decode,
+            )
             for boundary in boundaries
             if boundary not in owner.tiles
         ]

@@ -20,7 +20,7 @@ REASONS = (
     "off_grid",
     "tile_gone",
 )
-# Requests whose storage read fell short, and which have not been matched since.
+# Requests whose storage read fell short, and which have taken no slot since.
 _MOST_INCOMPLETE = 1024
 
 
@@ -98,12 +98,9 @@ class ReuseReceipts:
             del self._incomplete[next(iter(self._incomplete))]
         self._incomplete[rid] = end
 
-    def matched(self, req: Req, result: MatchResult) -> MatchedForReuse:
-        """What a match for reuse of ``req`` found."""
-        storage_end = self._incomplete.pop(req.rid, 0)
-        # Matched again: storage is not asked again for the same tokens.
-        if storage_end == 0 and req.swa_match is not None:
-            storage_end = req.swa_match.storage_end
+    def found(self, rid: str, result: MatchResult) -> MatchedForReuse:
+        """What the match for reuse found after which request ``rid`` took its slot."""
+        storage_end = self._incomplete.pop(rid, 0)
         tile_on_host = result.swa_host_hit_length > 0
         return MatchedForReuse(
             max(result.full_kv_hit_length, storage_end),

@@ -96,7 +96,7 @@ class RestoreQueue:
         Admission may be refused after it; the next attempt matches, and arms, again.
         """
         if params.for_reuse and params.req is not None:
-            params.req.swa_match = self.receipts.matched(params.req, result)
+            params.req.swa_match = result
 
     def queue(self, reqs: list[Req], req_pool_indices: torch.Tensor) -> None:
         """Queue the restores of armed requests among ``reqs``, which just got these slots.
@@ -112,9 +112,10 @@ class RestoreQueue:
         began = time.perf_counter()
         taken: list[tuple[int, int]] = []
         for req, slot in zip(reqs, req_pool_indices.tolist(), strict=True):
-            match, req.swa_match = req.swa_match, None
-            if match is None:
+            result, req.swa_match = req.swa_match, None
+            if result is None:
                 continue
+            match = self.receipts.found(req.rid, result)
             assert req.prefix_len % self._page_size == 0, (
                 f"request {req.rid} reuses {req.prefix_len} tokens, expected whole pages of "
                 f"{self._page_size}: no tile ends there"

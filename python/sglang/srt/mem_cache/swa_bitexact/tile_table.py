@@ -43,7 +43,8 @@ class TileCapture(NamedTuple):
 
     owner: the request's table. slot: its request slot. chunk_start, first_row: position of
     the request's first token in this step, and the row of that token in the step's flat rows.
-    decode: the boundary was crossed by a generated token.
+    at_end: the boundary is the request's length after this step, so that the rings then hold
+    all of its rows. decode: the boundary was crossed by a generated token.
     """
 
     owner: RequestTiles
@@ -51,6 +52,7 @@ class TileCapture(NamedTuple):
     slot: int
     chunk_start: int
     first_row: int
+    at_end: bool
     decode: bool
 
 
@@ -58,10 +60,16 @@ class TileCapture(NamedTuple):
 class CapturePlan:
     """What one step captures; made by the scheduler, executed by the attention backend.
 
-    tile_ids: int64 [len(captures)] on the device. rows: where the rows come from, by
-    (rows, ring rows, from flat rows), filled in by the first hook that needs them, shared by all layers.
+    tile_ids: int64 [len(captures)] on the device. at_end: all captures are, and are taken from
+    the rings behind the step, all layers at once; otherwise layer by layer, while the step still
+    has its flat rows. rows: where the rows come from, by (rows, ring rows), filled in by the
+    first hook that needs them, shared by all layers.
     """
 
     captures: tuple[TileCapture, ...]
     tile_ids: torch.Tensor
-    rows: dict[tuple[int, int, bool], StepRows] = field(default_factory=dict)
+    rows: dict[tuple[int, int], StepRows] = field(default_factory=dict)
+    at_end: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.at_end = all(capture.at_end for capture in self.captures)
