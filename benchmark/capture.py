@@ -36,7 +36,7 @@ _COPIES = 100
 _HOOKS = ("window_rows", "state_rows", "windows_at_end", "states_at_end")
 _KERNELS = {
     "sglang.srt.mem_cache.swa_bitexact.capture": ("capture_layer", "gather_tiles"),
-    "sglang.srt.mem_cache.swa_bitexact.restore": ("scatter_layer", "scatter_tables"),
+    "sglang.srt.mem_cache.swa_bitexact.restore": ("scatter_tables",),
 }
 
 

@@ -107,6 +107,7 @@ _COPIES = (
     ("restore", "four_slots", "restore, four slots"),
     ("restore", "layer_wise", "restore, layer by layer"),
     ("capture_rows", "prefill", "capture, prefill"),
+    ("capture_rows", "chunk_end", "capture, end of a chunk"),
     ("capture_rows", "decode", "capture, decode"),
 )
 _STEPS = (
@@ -154,7 +155,7 @@ def _first_tokens(server: Mapping[str, Any]) -> str:
 def _projection(projection: Mapping[str, Any]) -> str:
     rows = projection["rows"]
     figure, axes = pyplot.subplots(figsize=(8, 0.8 + 0.45 * len(rows)), layout="constrained")
-    labels = [f"{row['model']}, {row['deployment']}" for row in rows]
+    labels = [f"{row['model']}, {row['deployment']}, stride {row['stride']}" for row in rows]
     copies = [row["bytes_share"] * 100 for row in rows]
     launches = [(row["share"] - row["bytes_share"]) * 100 for row in rows]
     axes.barh(labels, copies, color=_COLOURS["on"], height=0.6, label="bytes")

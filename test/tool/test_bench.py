@@ -41,8 +41,8 @@ def test_geometry():
 
 
 def test_the_documented_projection():
-    found = project(FLASH, DEPLOYMENTS[0])
-    assert (found.tiles, found.launches) == (32, 85)
+    found = project(FLASH, DEPLOYMENTS[0], prompt=8_192)
+    assert (found.steps, found.tiles, found.launches) == (1, 32, 85)
     # 2 x 13e9 x 8,192 x 8 / (8 x 5e15 x 0.4) and 85 x 4 us, 2 x 32 x 6,496,256 / 4.8e12.
     assert found.step_seconds == pytest.approx(0.106496)
     assert found.launch_seconds == pytest.approx(340e-6)
@@ -54,26 +54,33 @@ def test_the_documented_projection():
 
 
 def test_tensor_parallelism_divides_the_step_and_not_the_capture():
-    shared, alone = project(PRO, Deployment("tp", 8, 1)), project(PRO, Deployment("one", 1, 1))
+    shared, alone = (project(PRO, d, prompt=8_192) for d in (Deployment("tp", 8, 1), Deployment("one", 1, 1)))
     assert shared.capture_seconds == alone.capture_seconds
     assert alone.step_seconds == pytest.approx(8 * shared.step_seconds)
     assert shared.launches == 61 + 2 * 30
 
 
-def test_a_stride_copies_fewer_tiles_with_as_many_launches():
-    dense, coarse = (project(FLASH, DEPLOYMENTS[0], stride=stride) for stride in (1, 4))
-    # Every fourth of 32 pages, and the page before the last, up to which the same prompt is reused.
-    assert (dense.tiles, coarse.tiles) == (32, 9)
-    assert coarse.launch_seconds == dense.launch_seconds
+def test_chunks_that_end_on_the_grid_take_three_launches():
+    found = project(FLASH, DEPLOYMENTS[0], stride=64)
+    # 16,384, 32,768 and 49,152 end a chunk; 65,280 and 65,536 are in the last one.
+    assert (found.steps, found.tiles, found.launches) == (8, 5, 3 * 3 + 85)
+    assert found.share == pytest.approx((94 * 4e-6 + 2 * 5 * 6_496_256 / 4.8e12) / (8 * 0.106496), rel=1e-6)
+    # Every fourth page lies inside the chunks as well; and the page before the last.
+    assert project(FLASH, DEPLOYMENTS[0], stride=4)[4:7] == (8, 65, 8 * 85)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "stride", "deployment"),
-    [(100, 1, DEPLOYMENTS[0]), (256, 0, DEPLOYMENTS[0]), (256, 1, Deployment("x", 2, 3))],
+    ("sizes", "deployment", "message"),
+    [
+        ({"prompt": 100, "chunk": 100}, DEPLOYMENTS[0], "expected a prompt of whole chunks"),
+        ({"prompt": 700, "chunk": 512}, DEPLOYMENTS[0], "expected a prompt of whole chunks"),
+        ({"stride": 0}, DEPLOYMENTS[0], "a stride of 1 or more"),
+        ({}, Deployment("x", 2, 3), "expected 1 <= dp <= ranks"),
+    ],
 )
-def test_the_projection_refuses(tokens, stride, deployment):
-    with pytest.raises(ValueError, match="expected whole pages of 256"):
-        project(FLASH, deployment, tokens, stride=stride)
+def test_the_projection_refuses(sizes, deployment, message):
+    with pytest.raises(ValueError, match=message):
+        project(FLASH, deployment, **sizes)
 
 
 # Servers --------------------------------------------------------------------------------------

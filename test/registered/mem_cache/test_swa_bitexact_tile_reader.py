@@ -216,10 +216,10 @@ def test_a_read_waits_for_its_layer_and_restores_it_then(mixed):
     plan.layer_wise = True
     cache.kvcache.tile_reader.restore(plan)
     events = []
-    copy = restore.scatter_layer
+    copy = restore.scatter_tables
     with (
         mock.patch.object(cache.kvcache, "wait_layer_transfer", lambda layer: events.append(("wait", layer))),
-        mock.patch.object(restore, "scatter_layer", lambda *rows: (events.append("restore"), copy(*rows))),
+        mock.patch.object(restore, "scatter_tables", lambda *rows: (events.append("restore"), copy(*rows))),
     ):
         cache.kvcache.get_unified_kv(1)
         cache.kvcache.get_attention_compress_states(1)

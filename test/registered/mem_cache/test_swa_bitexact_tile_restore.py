@@ -12,7 +12,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import torch
 from sglang.kernels.ops.kvcache import dsv4_tile_scatter_kernels as kernels
-from sglang.kernels.ops.kvcache.dsv4_tiles import RingTable, TileTable, scatter_layer, scatter_tables
+from sglang.kernels.ops.kvcache.dsv4_tiles import RingTable, TileTable, scatter_tables
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
@@ -114,12 +114,13 @@ class TestBytes(CustomTestCase):
         return [storage.clone() for storage in case.memory.storages]
 
     def by_layer_triton(self, table, tile_ids, addresses):
-        self.by_layer(table, tile_ids, addresses, kernels.scatter_layer_triton)
+        self.by_layer(table, tile_ids, addresses, kernels.scatter_tables_triton)
 
-    def by_layer(self, table, tile_ids, addresses, run=scatter_layer):
+    def by_layer(self, table, tile_ids, addresses, run=scatter_tables):
+        """As while a load goes layer by layer: a table of each."""
         for tiles, rings in table.streams:
-            for layer, ring in enumerate(rings.buffers):
-                run(tiles[layer], tile_ids, ring, addresses)
+            for layer, ring in zip(tiles.split(1), rings.buffers, strict=True):
+                run(TileTable(((layer, RingTable((ring,))),)), tile_ids, addresses)
 
     def test_the_documented_rows(self):
         for run in (scatter_tables, kernels.scatter_tables_triton, self.by_layer, self.by_layer_triton):
@@ -164,10 +165,9 @@ class TestBytes(CustomTestCase):
         ring, tiles = torch.empty(far + 1, 7, dtype=_U8), torch.empty(1, far + 1, 1, 7, dtype=_U8)
         table = TileTable(((tiles, RingTable((ring,))),))
         ids, addresses = torch.tensor([far - 2]), torch.tensor([[far]])
-        for run in (kernels.scatter_tables_triton, self.by_layer_triton):
-            tiles[0, far - 2, 0], ring[far] = torch.arange(7), 0
-            run(table, ids, addresses)
-            self.assertEqual(ring[far].tolist(), list(range(7)))
+        tiles[0, far - 2, 0], ring[far] = torch.arange(7), 0
+        kernels.scatter_tables_triton(table, ids, addresses)
+        self.assertEqual(ring[far].tolist(), list(range(7)))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import torch
 from sglang.kernels.ops.kvcache import dsv4_tile_scatter_kernels as kernels
-from sglang.kernels.ops.kvcache.dsv4_tiles import RingTable, TileTable, scatter_layer, scatter_tables
+from sglang.kernels.ops.kvcache.dsv4_tiles import RingTable, TileTable, scatter_tables
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -104,17 +104,8 @@ class TestLaunches(CustomTestCase):
             ids, addresses = torch.empty(3, **meta), torch.empty(3, rows, **meta)
             with self.counted() as launches, _Ops() as ops:
                 scatter_tables(table, ids, addresses)
-            launched = [("_scatter_table_kernel", (3 * blocks, len(widths)))]
+            launched = [("_scatter_kernel", (3 * blocks, len(widths)))]
             self.assertEqual(([launch[:2] for launch in launches], ops.names), (launched, []), name)
-
-            tiles, rings = table.streams[0]
-            layer = tiles[0]
-            with self.counted() as launches, _Ops() as ops:
-                scatter_layer(layer, ids, rings.buffers[0], addresses)
-            launched = [("_scatter_layer_kernel", (3 * blocks,))]
-            self.assertEqual([launch[:2] for launch in launches], launched, name)
-            # Views, which launch nothing.
-            self.assertLessEqual(set(ops.names), {"aten.view.dtype", "aten.detach.default"}, name)
 
     def test_pointers_are_those_of_the_layers(self):
         table = _zeros(4, _Stream(2, 2048, _FP32), _Stream(1, 512, _FP32))
@@ -135,8 +126,7 @@ class TestLaunches(CustomTestCase):
                     table = TileTable(streams)
                     self.assertEqual((table.word, table.widths.tolist()), (word, [8 // word] * 2))
                 with self.counted() as launches:
-                    ids, addresses = torch.tensor([1]), torch.tensor([[0]])
-                    kernels.scatter_layer_triton(stream[0][0], ids, stream[1].buffers[0], addresses)
+                    kernels.scatter_tables_triton(TileTable((stream,)), torch.tensor([1]), torch.tensor([[0]]))
                 self.assertEqual(str(launches[0][2]["WORD"]), f"uint{8 * word}")
         for width, word in ((12, 4), (6, 2), (5, 1)):
             odd = (storage[: 2 * width].view(1, 2, 1, width), RingTable((storage[: 4 * width].view(4, width),)))
@@ -146,11 +136,9 @@ class TestLaunches(CustomTestCase):
     def test_no_tile_is_no_launch(self):
         for device in ("cpu", "meta"):
             table = _zeros(4, _Stream(1, 8, _BF16), device=device)
-            tiles, rings = table.streams[0]
             ids, addresses = (torch.empty(*shape, dtype=torch.int64, device=device) for shape in ((0,), (0, 4)))
             with self.counted() as launches:
                 scatter_tables(table, ids, addresses)
-                scatter_layer(tiles[0], ids, rings.buffers[0], addresses)
             self.assertEqual(launches, [])
 
 
@@ -170,51 +158,19 @@ class TestErrors(CustomTestCase):
             self.assertTrue(torch.equal(ring, content))
 
     def test_ids_and_addresses(self):
-        calls = (
-            lambda ids, addresses: scatter_tables(self.table, ids, addresses),
-            lambda ids, addresses: scatter_layer(self.tiles[0], ids, self.rings.buffers[0], addresses),
-        )
-        for call in calls:
-            self.assert_raises(
-                "(2,) tile ids come with addresses (2, 3); expected [N] ids and [N, 2] addresses, "
-                "one per row of a tile",
-                call,
-                self.ids,
-                torch.zeros(2, 3, dtype=torch.int64),
-            )
-            self.assert_raises(
-                "tile ids are torch.int64 and addresses torch.int32; expected torch.int64",
-                call,
-                self.ids,
-                self.addresses.int(),
-            )
-
-    def test_layers(self):
-        tiles, ring = self.tiles[0], self.rings.buffers[0]
-        shape = "contiguous dimensions, the last three [tiles, rows, width]"
-        for message, *changed in (
-            (f"tiles are (2, 3, 2, 8), strides (48, 16, 8, 1); expected 3 {shape}", self.tiles, ring),
-            (
-                f"tiles are (3, 2, 8), strides (18, 9, 1); expected 3 {shape}",
-                torch.zeros(3, 2, 9, dtype=_BF16)[..., :8],
-                ring,
-            ),
-            (
-                "ring is torch.float16; tiles of torch.bfloat16 take torch.bfloat16. Cast the rows first.",
-                tiles,
-                ring.half(),
-            ),
-            ("ring has strides (9, 1); expected a contiguous one", tiles, torch.zeros(4, 9, dtype=_BF16)[:, :8]),
-        ):
-            self.assert_raises(message, scatter_layer, changed[0], self.ids, changed[1], self.addresses)
         self.assert_raises(
-            "ring is (4, 7), strides (7, 1); expected [rows, 8] with contiguous rows. "
-            "Pass ring.contiguous() if only the strides differ.",
-            scatter_layer,
-            tiles,
+            "(2,) tile ids come with addresses (2, 3); expected [N] ids and [N, 2] addresses, one per row of a tile",
+            scatter_tables,
+            self.table,
             self.ids,
-            torch.zeros(4, 7, dtype=_BF16),
-            self.addresses,
+            torch.zeros(2, 3, dtype=torch.int64),
+        )
+        self.assert_raises(
+            "tile ids are torch.int64 and addresses torch.int32; expected torch.int64",
+            scatter_tables,
+            self.table,
+            self.ids,
+            self.addresses.int(),
         )
 
     def test_tables(self):
@@ -241,6 +197,18 @@ class TestErrors(CustomTestCase):
             ),
         ):
             self.assert_raises(message, TileTable, tuple(streams))
+        self.assert_raises(
+            "ring is (4, 7), strides (7, 1); expected [rows, 8] with contiguous rows. "
+            "Pass ring.contiguous() if only the strides differ.",
+            TileTable,
+            ((self.tiles, RingTable((torch.zeros(4, 7, dtype=_BF16),) * 2)),),
+        )
+        self.assert_raises(
+            "tiles are (2, 3, 2, 8), strides (54, 18, 9, 1); expected 4 contiguous dimensions, "
+            "the last three [tiles, rows, width]",
+            TileTable,
+            ((torch.zeros(2, 3, 2, 9, dtype=_BF16)[..., :8], self.rings),),
+        )
         self.assert_raises(
             "tiles are (3, 2, 8), strides (16, 8, 1); expected 4 contiguous dimensions, "
             "the last three [tiles, rows, width]",

@@ -12,7 +12,6 @@ from sglang.kernels.ops.kvcache.dsv4_tiles import (
     TileTable,
     capture_layer,
     gather_tiles,
-    scatter_layer,
     scatter_tables,
 )
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -79,7 +78,6 @@ class TestOutOfRange(CustomTestCase):
             "capture": lambda i, a: capture_layer(self.tiles[0], i, self.flat + 1, self.ring, a),
             "gather": lambda i, a: gather_tiles(self.tiles, i, self.rings, a),
             "scatter": lambda i, a: scatter_tables(self.table, i, a),
-            "scatter layer": lambda i, a: scatter_layer(self.tiles[0], i, self.ring, a),
         }
         flat_or_ring = {"capture": ("flat row 5; expected 0 to 4", [4, 5])}
         for name, call in calls.items():

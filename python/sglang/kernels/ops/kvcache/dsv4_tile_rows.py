@@ -117,7 +117,7 @@ def gather_tiles_cpu(tiles: torch.Tensor, rings: RingTable, found: list[Run]) ->
 
 
 def scatter_cpu(entries: Sequence[tuple[Bytes, Bytes]], found: list[Run]) -> None:
-    """scatter_tables() and scatter_layer() of dsv4_tiles: (tiles, ring) of each layer.
+    """scatter_tables() of dsv4_tiles: (tiles, ring) of each layer.
 
     Raises IndexError where an id or address is out of range.
     """

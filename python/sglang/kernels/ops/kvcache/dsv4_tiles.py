@@ -36,10 +36,7 @@ from sglang.kernels.ops.kvcache.dsv4_tile_rows import (
     runs,
     scatter_cpu,
 )
-from sglang.kernels.ops.kvcache.dsv4_tile_scatter_kernels import (
-    scatter_layer_triton,
-    scatter_tables_triton,
-)
+from sglang.kernels.ops.kvcache.dsv4_tile_scatter_kernels import scatter_tables_triton
 
 
 @dataclass(frozen=True)
@@ -224,8 +221,8 @@ def scatter_tables(
     ring rows, the same in every stream and layer; none may be named twice. found: on a
     CPU, the runs() of these, for who has them.
 
-    Writes the addressed ring rows only, on the current stream. All layers of the named
-    tiles must be there: see scatter_layer for a load in flight.
+    Writes the addressed ring rows only, on the current stream, which must have waited for
+    these tiles: while a load goes layer by layer, use a table per layer.
 
     Example, two rows per tile, tile_ids [5], addresses [[7, 0]], every stream and layer:
         ring[7] = tiles[layer, 5, 0]
@@ -240,40 +237,6 @@ def scatter_tables(
             scatter_cpu(table.byte_rows, found or runs(tile_ids, addresses))
         else:
             scatter_tables_triton(table, tile_ids, addresses)
-
-
-def scatter_layer(
-    tiles: torch.Tensor,
-    tile_ids: torch.Tensor,
-    ring: torch.Tensor,
-    addresses: torch.Tensor,
-    found: list[Run] | None = None,
-) -> None:
-    """Write one layer's part of some tiles into that layer's ring, one stream.
-
-    tiles: [num_tiles + 1, rows, width] of one layer, contiguous. ring: [ring_rows,
-    width] in the tiles' dtype, contiguous. tile_ids and addresses as in scatter_tables.
-    found: on a CPU, the runs() of these, for who has them.
-
-    Writes the addressed ring rows only, on the current stream, which must have waited
-    for this layer of the tiles; other layers may still be loading.
-
-    Example, two rows per tile, tile_ids [5], addresses [[7, 0]]:
-        ring[7] = tiles[5, 0]
-        ring[0] = tiles[5, 1]
-
-    Raises:
-        ValueError: a shape, dtype or stride is not as above.
-    """
-    check_tiles(tiles, dims=3)
-    check_ids(tiles.shape[1], tile_ids, addresses)
-    check_ring(ring, tiles)
-    if tile_ids.shape[0]:
-        if _on_cpu(tiles):
-            entry = (byte_rows(tiles), byte_rows(ring))
-            scatter_cpu([entry], found or runs(tile_ids, addresses))
-        else:
-            scatter_layer_triton(tiles, tile_ids, ring, addresses)
 
 
 def _on_cpu(tensor: torch.Tensor) -> bool:

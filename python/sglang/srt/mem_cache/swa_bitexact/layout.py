@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -81,7 +82,7 @@ class TileLayout:
                 f"{self.page_size}; a tile's window must end and begin in its own page."
             )
 
-    @property
+    @cached_property
     def streams(self) -> dict[str, TileStream]:
         """The streams that exist, by name, in a fixed order."""
         return {name: stream for name, stream in self._named() if stream is not None}

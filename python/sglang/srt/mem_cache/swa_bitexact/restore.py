@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from sglang.kernels.ops.kvcache.dsv4_tiles import (
+    RingTable,
     TileTable,
-    scatter_layer,
     scatter_tables,
 )
 from sglang.srt.mem_cache.swa_bitexact.capture import ring_addresses, step_rows
@@ -176,6 +176,16 @@ class TileReader:
             for group in (WINDOW_STREAMS, STATE_STREAMS)
             if (present := [name for name in group if name in self._rings])
         }
+        # The same a layer at a time, by stream and layer.
+        self._by_layer = {
+            (name, layer_id): TileTable(
+                ((self._pool.buffers[name][i, None], RingTable((ring,))),)
+            )
+            for name, rings in self._rings.items()
+            for (layer_id, i), ring in zip(
+                self._layer_index[name].items(), rings.buffers, strict=True
+            )
+        }
         # The plan of the running step if it goes layer by layer, and its parts to come.
         self._running: RestorePlan | None = None
         self._to_come: set[tuple[str, int]] = set()
@@ -230,15 +240,8 @@ class TileReader:
         for stream in streams:
             if (stream, layer_id) in self._to_come:
                 self._to_come.remove((stream, layer_id))
-                layer = self._layer_index[stream][layer_id]
-                tile_ids, addresses, found = self._rows(stream, self._running)
-                scatter_layer(
-                    self._pool.buffers[stream][layer],
-                    tile_ids,
-                    self._rings[stream].buffers[layer],
-                    addresses,
-                    found,
-                )
+                table = self._by_layer[stream, layer_id]
+                scatter_tables(table, *self._rows(stream, self._running))
                 if self.checksums is not None:
                     self._check(stream, layer_id, self._running)
         self._launched(self._running, began, last=not self._to_come)
