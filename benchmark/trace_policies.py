@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
-from sglang.srt.mem_cache.swa_bitexact import planner
+from sglang.srt.mem_cache.swa_bitexact import evict, planner
 from sglang.srt.mem_cache.swa_bitexact.placement import extend_boundaries, on_grid
 
 from make_trace import BLOCK
@@ -61,7 +62,8 @@ class Policy:
     """Which boundaries get a tile, from a name of parts joined by "+".
 
     last: a prompt's last boundary. branch: where another request left this prompt's path beyond the
-    last reuse point. grid-N: every N tokens of the trace. dense: every page.
+    last reuse point. grid-N: every N tokens of the trace. dense: every page. oldest: what leaves the
+    device is the least recently used tile, as SGLang evicts; without it superseded ones go first.
 
     Example: last+branch+grid-16384 is the product at stride 32 in pages of 512 trace tokens.
     """
@@ -71,11 +73,12 @@ class Policy:
     def __post_init__(self) -> None:
         for part in self._parts:
             grid, _, tokens = part.partition("-")
-            if part not in ("dense", "last", "branch") and not (
+            if part not in ("dense", "last", "branch", "oldest") and not (
                 grid == "grid" and tokens.isdecimal() and int(tokens) and int(tokens) % BLOCK == 0
             ):
                 raise ValueError(
-                    f"policy {self.name}: {part!r} is none of dense, last, branch and grid-N, N a multiple of {BLOCK}"
+                    f"policy {self.name}: {part!r} is none of dense, last, branch, oldest and grid-N, N a multiple "
+                    f"of {BLOCK}"
                 )
 
     @property
@@ -103,9 +106,16 @@ class Policy:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Capture planners place tiles as this policy says; the product's own code where it can."""
-        if self.is_product:
+        """Capture planners place and evict tiles as this policy says; the product's own code where it can."""
+        with contextlib.ExitStack() as stack:
+            if not self.is_product:
+                stack.enter_context(mock.patch.object(planner, "extend_boundaries", self.boundaries))
+            if "oldest" in self._parts:
+                in_order = functools.partial(_walk_in_order, evict._walk)
+                stack.enter_context(mock.patch.object(evict, "_walk", in_order))
             yield
-            return
-        with mock.patch.object(planner, "extend_boundaries", self.boundaries):
-            yield
+
+
+def _walk_in_order(walk: Callable[..., int], cache: Any, wanted: int, *, take_leaves: bool) -> int:
+    """The product's first pass passes leaves; this one takes what comes."""
+    return walk(cache, wanted, take_leaves=True)

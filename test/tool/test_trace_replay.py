@@ -104,6 +104,14 @@ def test_under_limits_the_counts_are_the_same_in_every_run(trace, core):
     assert found["peak"] == {"device_pages": 130, "device_tiles": 10, "host_pages": 178, "host_tiles": 30}
 
 
+@pytest.mark.parametrize("core", ["python", "rust"])
+def test_oldest_first_is_another_order(trace, core):
+    """SGLang's own, in which leaves go with their compressed rows: what the product's is compared with."""
+    sizes = Sizes(device_pages=130, device_tiles=10, host_pages=400, host_tiles=30)
+    found = replay(trace, Policy("last+branch+grid-2048+oldest"), sizes, core=core, chunk=4 * PAGE)
+    assert (found["effective_blocks"], found["evicted_device"], found["evicted_host"]) == (543, 104, 56)
+
+
 def test_a_line_with_too_few_ids_is_named(tmp_path):
     path = tmp_path / "trace.jsonl"
     path.write_text('{"hash_ids": [1], "input_length": 512}\n{"hash_ids": [1], "input_length": 1024}\n')
@@ -114,7 +122,7 @@ def test_a_line_with_too_few_ids_is_named(tmp_path):
 
 @pytest.mark.parametrize("name", ["grid", "grid-500", "first", "last,branch"])
 def test_an_unknown_policy_is_refused(name):
-    with pytest.raises(ValueError, match="is none of dense, last, branch and grid-N"):
+    with pytest.raises(ValueError, match="is none of dense, last, branch, oldest and grid-N"):
         Policy(name)
 
 
