@@ -33,6 +33,7 @@ class FakeSglang:
         self._device_pages = device_tokens // PAGE
         self._lock = threading.Lock()
         self.device_tokens = device_tokens
+        self.longest: int | None = None
 
     def flush(self) -> None:
         self.flushes += 1
@@ -89,6 +90,7 @@ class FakeSglang:
             "page_size": PAGE,
             "max_total_num_tokens": self.device_tokens,
             "max_running_requests": 4,
+            "max_req_input_len": self.longest,
             "enable_deterministic_inference": self.follows_sampling_seed,
         }
 

@@ -69,6 +69,26 @@ def test_one_wrong_logprob_at_one_depth_is_found_with_its_place(fake, url, capsy
     assert _verify(url, capsys, *again)[1]["differing_outputs"] == 1
 
 
+def test_progress_is_a_line_per_step_where_stderr_is_no_terminal(url, capsys):
+    cli.main(["verify", "--url", url, "--json", *_SMALL])
+    captured = capsys.readouterr()
+    assert captured.err.splitlines() == [
+        "verify 0/3: other traffic in every request slot",
+        "verify 0/3: cold against cold",
+        "verify 0/3: device: 3 prompts",
+    ]
+    json.loads(captured.out)
+
+
+def test_no_filler_is_longer_than_the_server_takes(fake, url, capsys):
+    """A quarter of the device tier, its usual length, is on a real server longer than the context."""
+    fake.longest = 800
+    code, report = _verify(url, capsys, "--tiers", "host", "--concurrency", "1")
+    assert (code, report["verdict"]) == (0, "3 hits, no difference.")
+    assert {row["tier"] for row in report["rows"]} == {"host"}
+    assert max(len(request["input_ids"]) for request in fake.requests) == 768
+
+
 @pytest.mark.parametrize("wrong", ["device", "host", "storage"])
 def test_each_tier_is_reached_and_a_fault_in_it_is_its_own(fake, url, capsys, wrong):
     fake.fault = lambda tier, reused: 0.5 * (tier == wrong)

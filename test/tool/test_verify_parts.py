@@ -70,6 +70,7 @@ def test_examples_of_the_docstrings():
     assert [message_length(*turn, 8, 256) for turn in ((0, 0), (1, 338), (2, 516))] == [330, 170, 110]
     primed = [Case("boundary", 0, length, 0, length) for length in (1024, 700, 900)]
     assert filler_lengths(primed, 4096, 256) == [1024, 1024, 1024, 256] and filler_lengths(primed * 9, 4096, 256) == []
+    assert filler_lengths(primed, 4096, 256, longest=800) == [768, 768, 768, 768, 256]
 
 
 def test_a_longer_stream_begins_with_a_shorter_one_and_stays_in_the_vocabulary():

@@ -21,12 +21,14 @@ class Facts(NamedTuple):
     """What the server says of itself.
 
     vocab: token ids are below it; None if it cannot be found out. device_tokens: what the
-    device tier holds; slots: requests that run at a time; None where it is not said.
+    device tier holds; longest: prompt that is taken; slots: requests that run at a time; None
+    where it is not said.
     """
 
     version: str
     page_size: int
     device_tokens: int | None
+    longest: int | None
     slots: int | None
     vocab: int | None
     deterministic: bool
@@ -134,6 +136,7 @@ class Client:
             version=str(server.get("version")),
             page_size=int(server.get("page_size") or 256),
             device_tokens=server.get("max_total_num_tokens"),
+            longest=server.get("max_req_input_len"),
             slots=server.get("effective_max_running_requests_per_dp") or server.get("max_running_requests"),
             vocab=_vocab(Path(str(model.get("model_path")))),
             deterministic=bool(server.get("enable_deterministic_inference")),

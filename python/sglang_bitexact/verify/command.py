@@ -75,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
         concurrency=args.concurrency,
         device_tokens=facts.device_tokens,
         slots=facts.slots,
+        longest=facts.longest,
     )
     names = ("lengths", "random", "max_length", "depths", "most_depths", "suffixes", "bases", "chats", "turns")
     plan = Plan(**{name: getattr(args, name) for name in (*names, "tiers", "sampled", "seed")})

@@ -34,8 +34,8 @@ class Progress(Protocol):
 
 @dataclass(frozen=True)
 class Settings:
-    """device_tokens: capacity of the device tier, needed for host hits only; slots: requests
-    that the server runs at a time, None if not known. settle waits until storage is written;
+    """device_tokens: capacity of the device tier, needed for host hits only; longest: prompt that the
+    server takes, slots: requests that it runs at a time, None if not known. settle waits until storage is written;
     empty empties device and host (None: the server's flush)."""
 
     vocab: int
@@ -45,6 +45,7 @@ class Settings:
     concurrency: int = 4
     device_tokens: int | None = None
     slots: int | None = None
+    longest: int | None = None
     empty: Callable[[], None] | None = None
 
 
@@ -200,8 +201,9 @@ class Engine:
     def empty(self, tier: str, cases: Sequence[Case]) -> None:
         """Take what was primed for ``cases`` out of the tiers above ``tier``."""
         if tier == "host":
-            device_tokens = self.settings.device_tokens or 0
-            self.all(self.other_traffic(filler_lengths(cases, device_tokens, self.settings.page_size)))
+            known = self.settings
+            lengths = filler_lengths(cases, known.device_tokens or 0, known.page_size, known.longest)
+            self.all(self.other_traffic(lengths))
         elif tier == "storage":
             self.settings.settle()
             (self.settings.empty or self.client.flush)()

@@ -87,6 +87,7 @@ def _settings(configuration: Configuration, facts: Facts, server: Server, storag
         concurrency=configuration.concurrency,
         device_tokens=facts.device_tokens,
         slots=facts.slots,
+        longest=facts.longest,
         empty=restart if configuration.restart else None,
     )
 

@@ -61,13 +61,15 @@ def _pushed(cases: Sequence[Case], page_size: int) -> int:
     return sum(whole) - max(whole, default=0)
 
 
-def filler_lengths(cases: Sequence[Case], device_tokens: int, page_size: int) -> list[int]:
+def filler_lengths(cases: Sequence[Case], device_tokens: int, page_size: int, longest: int | None = None) -> list[int]:
     """Lengths of further requests that push each of ``cases`` out of the device tier.
+
+    longest: what the server takes; None: not known.
 
     Example, pages of 256: a device of 4,096 tokens, primed 1,024, 700 and 900 (512 + 768 are
     sure to come between): 1.1 x 4,096 - 1,280 = 3,225 -> [1024, 1024, 1024, 256]
     """
     missing = int(_PUSHED_OUT * device_tokens) - _pushed(cases, page_size)
     pages = -(-max(missing, 0) // page_size)
-    size = max(device_tokens // 4 // page_size, 1)
+    size = max(min(device_tokens // 4, longest or device_tokens) // page_size, 1)
     return [min(size, pages - start) * page_size for start in range(0, pages, size)]
