@@ -48,7 +48,7 @@ def describe(record: Record) -> str:
 
 
 class ProgressBar:
-    """A bar on stderr; use as a context manager."""
+    """A bar on stderr, where that is no terminal a line per step; use as a context manager."""
 
     def __init__(self, comparisons: int, prefix: str = "verify") -> None:
         columns = (
@@ -58,7 +58,11 @@ class ProgressBar:
             MofNCompleteColumn(),
             TimeElapsedColumn(),
         )
-        self._bar = Bar(*columns, console=Console(stderr=True, highlight=False), transient=True)
+        console = Console(stderr=True, highlight=False)
+        # Elsewhere rich would show nothing until the end.
+        self._lines = None if console.is_terminal else console
+        self._prefix = prefix
+        self._bar = Bar(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._task = self._bar.add_task("", total=comparisons)
 
     def __enter__(self) -> ProgressBar:
@@ -70,6 +74,10 @@ class ProgressBar:
 
     def step(self, text: str) -> None:
         self._bar.update(self._task, description=text)
+        if self._lines is not None:
+            (task,) = self._bar.tasks
+            done = f"{task.completed:.0f}/{task.total:.0f}"
+            self._lines.print(f"{self._prefix} {done}: {text}", soft_wrap=True, markup=False)
 
     def advance(self, comparisons: int) -> None:
         self._bar.advance(self._task, comparisons)
