@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 from sglang.srt.mem_cache.swa_bitexact.metrics import METRICS, PREFIX
@@ -15,6 +17,7 @@ from sglang.srt.mem_cache.swa_bitexact.receipt import MODES, REASONS, TIERS
 
 ROOT = Path(__file__).parents[2]
 _FILE = ROOT / "examples/grafana/bit-exact-reuse.json"
+_SELECTOR = r'{__name__=~"sglang\[:_\]bitexact_(\w+)"'
 _OBSERVING = (ROOT / "docs/observing.md").read_text()
 
 
@@ -98,17 +101,36 @@ def test_its_panels_do_not_overlap(dashboard):
 
 def test_it_names_metrics_that_exist_and_shows_all_of_them(dashboard):
     queries = [t.expr for p in dashboard.panels for t in p.targets] + [v.query for v in dashboard.templating["list"]]
-    named = {name for query in queries for name in re.findall(r"sglang:\w+", query)}
+    named = {PREFIX + name for query in queries for name in _named(query)}
     series = {PREFIX + m.name + ("_bucket" if m.kind == "histogram" else "") for m in METRICS}
     assert named == series
+
+
+def _named(query: str) -> list[str]:
+    """The metrics of ``query``, without their prefix."""
+    found = re.findall(_SELECTOR, query)
+    assert len(found) == query.count("sglang")
+    return found
+
+
+def test_its_selectors_match_both_names_that_a_scrape_can_bring():
+    """prometheus_client writes no colon for who asks for OpenMetrics and names no escaping: a Prometheus before 3."""
+    registry = CollectorRegistry()
+    Gauge(f"{PREFIX}tiles", "help", registry=registry)
+    names = set()
+    for accept in ("text/plain;version=0.0.4", "application/openmetrics-text;version=1.0.0"):
+        text = choose_encoder(accept)[0](registry).decode()
+        names |= set(re.findall("^sglang[^ ]*", text, re.MULTILINE))
+    assert names == {"sglang:bitexact_tiles", "sglang_bitexact_tiles"}
+    assert all(re.fullmatch("sglang[:_]bitexact_tiles", name) for name in names)
 
 
 def test_it_groups_by_labels_that_the_metrics_have(dashboard):
     labels = {PREFIX + metric.name: metric.label for metric in METRICS}
     for panel in dashboard.panels:
         for target in panel.targets:
-            for by, name in re.findall(r"by \((\w+)\) \((?:rate\(|increase\()?(sglang:\w+)", target.expr):
-                assert by == ("le" if name.endswith("_bucket") else labels[name])
+            for by, name in re.findall(rf"by \((\w+)\) \((?:rate\(|increase\()?{_SELECTOR}", target.expr):
+                assert by == ("le" if name.endswith("_bucket") else labels[PREFIX + name])
             for shown in re.findall(r"{{(\w+)}}", target.legend_format):
                 assert f"by ({shown})" in target.expr
 
