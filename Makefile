@@ -17,8 +17,8 @@ lock: ## resolve requirements-cpu.in into requirements-cpu.lock
 demo: ## the real server on this CPU: cache hits against cold runs, on stock and with the switch off and on
 	@venv=$$($(PYTHON) tools/venv.py) && $$venv/bin/sglang-bitexact demo --out build/demo
 
-serve: ## a server on the tiny model that stays up; prints a curl line
-	@venv=$$($(PYTHON) tools/venv.py) && $$venv/bin/sglang-bitexact serve --out build/serve
+serve: ## a server on the tiny model that stays up; prints a curl line; SERVE="..." passes server arguments on
+	@venv=$$($(PYTHON) tools/venv.py) && $$venv/bin/sglang-bitexact serve --out build/serve $(if $(SERVE),-- $(SERVE))
 
 test: ## the whole suite; PYTEST="..." passes arguments on
 	@venv=$$($(PYTHON) tools/venv.py) && $$venv/bin/python -m pytest $(PARALLEL) $(PYTEST)

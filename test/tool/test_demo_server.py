@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from sglang_bitexact import cli
 from sglang_bitexact.demo import run
-from sglang_bitexact.demo.run import problems
+from sglang_bitexact.demo.run import curl_line, problems
 from sglang_bitexact.demo.server import Server
 from sglang_bitexact.errors import BitexactError
 
@@ -61,6 +62,24 @@ def test_a_killed_server_leaves_no_process(tmp_path: Path):
     server.kill()
     # The end of the pipe is there once nobody can write to it.
     assert stdout.read() == b""
+
+
+def test_the_curl_line_of_serve_asks_for_a_receipt_of_a_prompt_of_some_pages():
+    shell = 'curl() { printf "%s\\n" "$@"; }; ' + curl_line("http://127.0.0.1:30000")
+    done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True)
+    url, *header, flag, data = done.stdout.splitlines()
+    assert (url, header) == (
+        "http://127.0.0.1:30000/v1/chat/completions",
+        ["-H", "Content-Type: application/json"],
+    )
+    assert flag == "-d"
+    assert json.loads(data) == {
+        "model": "tiny",
+        "max_tokens": 32,
+        "temperature": 0,
+        "return_cached_tokens_details": True,
+        "messages": [{"role": "user", "content": "the cache keeps " * 150}],
+    }
 
 
 @pytest.mark.parametrize(("command", "called"), [("demo", "run_demo"), ("serve", "serve")])

@@ -16,6 +16,7 @@ from rich.table import Table
 from sglang_bitexact.demo.page import render
 from sglang_bitexact.demo.scenario import SERVER_ARGUMENTS, measure
 from sglang_bitexact.demo.server import Server
+from sglang_bitexact.doctor.environment import of_shell
 from sglang_bitexact.errors import BitexactError
 from sglang_bitexact.series import SWITCH, Series
 from sglang_bitexact.upstream import PINNED_VERSION, Wheel, download, unpacked
@@ -114,18 +115,33 @@ def serve(out: Path, port: int, arguments: list[str], *, as_json: bool = False) 
     try:
         _say(f"starting the server (log: {log})")
         seconds = server.start()
-        _say(f"up after {seconds:.0f} s; Ctrl-C stops it{'' if as_json else '. Try:'}")
-        curl = (
-            f"curl {server.url}/v1/chat/completions -H 'Content-Type: application/json' -d "
-            '\'{"model": "tiny", "max_tokens": 32, "messages": [{"role": "user", "content": "the cache keeps"}]}\''
-        )
-        print(json.dumps({"url": server.url, "log": str(log)}) if as_json else curl, flush=True)
+        _say(f"up after {seconds:.0f} s; Ctrl-C stops it")
+        if as_json:
+            print(json.dumps({"url": server.url, "log": str(log)}), flush=True)
+        else:
+            _say(f"{SWITCH} is {'on' if of_shell().switch else 'off'}; asked again, this prompt hits the cache:")
+            print(curl_line(server.url), flush=True)
         server.wait()
     except KeyboardInterrupt:
         _say("stopping")
     finally:
         server.stop()
     return 0
+
+
+def curl_line(url: str) -> str:
+    """A chat of more than two pages of tokens, whose answer says what was reused; for any shell."""
+    body = {
+        "model": "tiny",
+        "max_tokens": 32,
+        # Else the second answer differs for want of a seed.
+        "temperature": 0,
+        "return_cached_tokens_details": True,
+        "messages": [{"role": "user", "content": "TEXT"}],
+    }
+    text = """'"$(printf 'the cache keeps %.0s' $(seq 150))"'"""
+    data = json.dumps(body).replace("TEXT", text)
+    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{data}'"
 
 
 def print_report(content: dict[str, Any], out: Path) -> None:
