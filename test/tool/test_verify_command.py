@@ -70,12 +70,15 @@ def test_one_wrong_logprob_at_one_depth_is_found_with_its_place(fake, url, capsy
 
 
 def test_progress_is_a_line_per_step_where_stderr_is_no_terminal(url, capsys):
-    cli.main(["verify", "--url", url, "--json", *_SMALL])
+    cli.main(["verify", "--url", url, "--json", *_SMALL, "--tiers", "device,host"])
     captured = capsys.readouterr()
     assert captured.err.splitlines() == [
-        "verify 0/3: other traffic in every request slot",
-        "verify 0/3: cold against cold",
-        "verify 0/3: device: 3 prompts",
+        "verify 0/6: other traffic in every request slot",
+        "verify 0/6: cold against cold",
+        "verify 0/6: device: 3 prompts",
+        "verify 3/6: host: 3 prompts",
+        # Whole pages of 1.1 x 4,096 tokens, less the 768 that priming the other two is sure to bring.
+        "verify 3/6: host: 3840 tokens of other traffic",
     ]
     json.loads(captured.out)
 

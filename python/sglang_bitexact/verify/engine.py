@@ -203,6 +203,7 @@ class Engine:
         if tier == "host":
             known = self.settings
             lengths = filler_lengths(cases, known.device_tokens or 0, known.page_size, known.longest)
+            self.progress.step(f"{tier}: {sum(lengths)} tokens of other traffic")
             self.all(self.other_traffic(lengths))
         elif tier == "storage":
             self.settings.settle()
