@@ -6,7 +6,7 @@ PARALLEL ?= -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 .PHONY: help venv lock demo serve test test-ci test-parts mutants lint verify-long soak-ops soak-server bench replay compatibility clean
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 venv: ## build the CPU environment if needed, apply the series, print its directory
 	@$(PYTHON) tools/venv.py
