@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from kit.git import git
 from kit.toy_series import make_tree
 from sglang_bitexact import cli, patching
 from sglang_bitexact.doctor.environment import VARIABLES, of_shell, platform
+from sglang_bitexact.export import Source, export
 from sglang_bitexact.journal import State
 from sglang_bitexact.series import SWITCH, Series
 from sglang_bitexact.tree import Tree
@@ -177,3 +179,50 @@ def test_a_checkout_is_diagnosed_where_its_package_is(series, tmp_path, capsys):
         arguments = ["doctor", "--tree", str(tmp_path / path), "--series", str(series.root), "--json"]
         assert cli.main(arguments) == 0
         assert Path(json.loads(capsys.readouterr().out)["tree"]["root"]) == tmp_path / "checkout/python"
+
+
+@pytest.fixture
+def checkout(series, tmp_path) -> Tree:
+    """A repository of the toy release; patches/ beside it has the series."""
+    root = tmp_path / "repository"
+    make_tree(root / "python")
+    git(root, "init", "--quiet")
+    git(root, "add", "--all", "--force")
+    git(root, "commit", "--quiet", "--message=base")
+    export(series, Source.of(root), tmp_path / "patches")
+    return Tree.find(root)
+
+
+def test_commits_of_exported_patches_are_the_series(checkout, series, tmp_path, capsys):
+    root = checkout.root.parent
+    for number, patch in enumerate(sorted((tmp_path / "patches").iterdir()), start=1):
+        git(root, "am", "--quiet", str(patch))
+        report = doctor(capsys, checkout, series)
+        assert (report["tree"]["condition"], report["tree"]["through"], report["tree"]["by"]) == (
+            "patched",
+            number,
+            "commits",
+        )
+        assert report["verdict"] == f"healthy: sglang 0.5.23 with parts 1 to {number}, intact, switch off"
+    append(checkout, CACHE)
+    (checkout.root / LAYOUT).unlink()
+    report = doctor(capsys, checkout, series)
+    assert report["verdict"] == (
+        f"wrong: parts 1 to 2 are in the tree, and these files were changed since: {CACHE}, {LAYOUT}"
+    )
+
+
+def test_changes_of_ones_own_are_no_series(checkout, series, capsys):
+    """In a checkout as well: nothing of a part is there."""
+    append(checkout, LOOP)
+    assert doctor(capsys, checkout, series)["verdict"] == (
+        f"wrong: the series is not applied, and these files are not those of sglang 0.5.23: {LOOP}"
+    )
+
+
+def test_commits_that_never_had_the_release_say_nothing(checkout, series, tmp_path, capsys):
+    root = checkout.root.parent
+    git(root, "am", "--quiet", *map(str, sorted((tmp_path / "patches").iterdir())))
+    git(root, "checkout", "--quiet", "--orphan", "flat")
+    git(root, "commit", "--quiet", "--message=flat")
+    assert doctor(capsys, checkout, series)["tree"]["through"] is None

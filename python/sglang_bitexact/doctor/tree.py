@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from sglang_bitexact.doctor.commits import committed
 from sglang_bitexact.errors import BitexactError
 from sglang_bitexact.journal import State
 from sglang_bitexact.patching import status
@@ -30,7 +31,7 @@ class Diagnosis(NamedTuple):
     version: str
     condition: Condition
     through: int | None
-    by: Literal["apply", "wheel"] | None
+    by: Literal["apply", "wheel", "commits"] | None
     changed: tuple[str, ...] = ()
     local: tuple[str, ...] = ()
 
@@ -49,6 +50,9 @@ def diagnose(tree: Tree, series: Series) -> Diagnosis:
     root, version = str(tree.root), tree.version
     if found.condition == "not applied":
         changed = _differing(tree, series)
+        if changed and (commits := committed(tree, series)) is not None:
+            condition: Condition = "tampered" if commits.changed else "patched"
+            return Diagnosis(root, version, condition, commits.through, "commits", commits.changed)
         return Diagnosis(root, version, "tampered" if changed else "stock", None, None, changed)
     local = _kept(tree, series)
     conditions: dict[str, Condition] = {"applied": "patched", "changed": "tampered", "interrupted": "interrupted"}
@@ -81,9 +85,9 @@ def _built(tree: Tree, manifest: Path) -> Diagnosis:
         for name in sorted([*content["edited"], *content["added"]])
         if (data := tree.read(name)) is None or record_row(name, data)[1] != recorded.get(name)
     )
-    condition: Condition = "tampered" if changed else "patched"
+    state: Condition = "tampered" if changed else "patched"
     version = f"{content['sglang']}+bitexact.{content['through']}"
-    return Diagnosis(str(tree.root), version, condition, content["through"], "wheel", changed)
+    return Diagnosis(str(tree.root), version, state, content["through"], "wheel", changed)
 
 
 def _digest(tree: Tree, name: str) -> str | None:
