@@ -7,7 +7,8 @@ bytes: a slice costs a fraction of torch's, and a tile needs one per layer and s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -31,9 +32,42 @@ class Run(NamedTuple):
     in_ring: bool
 
 
+class Runs(list[Run]):
+    """The runs of some tiles of ``rows`` rows each, and what each layer asks of them again."""
+
+    def __init__(self, found: Iterable[Run], rows: int) -> None:
+        super().__init__(found)
+        self.rows = rows
+
+    @cached_property
+    def tiles(self) -> tuple[int, int]:
+        """The lowest and the highest tile id."""
+        return min(run.tile for run in self), max(run.tile for run in self)
+
+    @cached_property
+    def ends(self) -> tuple[int, int]:
+        """One behind the last row outside the ring, and in it; of runs that are not coded, the first."""
+        ends = [0, 0]
+        for run in self:
+            ends[run.in_ring] = max(ends[run.in_ring], run.there.stop)
+        return ends[0], ends[1]
+
+    @cached_property
+    def places(self) -> list[tuple[int | tuple[int, slice], slice, bool]]:
+        """(index into a layer's tiles, there, in_ring) of each run; a whole tile needs no slice of rows."""
+        return [
+            (
+                tile if rows.stop - rows.start == self.rows else (tile, rows),
+                there,
+                in_ring,
+            )
+            for tile, rows, there, in_ring in self
+        ]
+
+
 def runs(
     tile_ids: torch.Tensor, addresses: torch.Tensor, *, coded: bool = False
-) -> list[Run]:
+) -> Runs:
     """The fewest runs that make up some tiles; ids and addresses as in scatter_tables().
 
     coded: addresses as in capture_layer(), those below 0 are ring rows. Without it, rows of
@@ -55,10 +89,14 @@ def runs(
     starts = table[:, 0].tolist()
     if min(starts, default=0) >= 0 and (change == 1).all():
         # As good as always: every tile is one run, and nothing is coded.
-        return [
-            Run(tile, slice(0, number), slice(start, start + number), False)
-            for tile, start in zip(ids.tolist(), starts, strict=True)
-        ]
+        whole = slice(0, number)
+        return Runs(
+            (
+                Run(tile, whole, slice(start, start + number), False)
+                for tile, start in zip(ids.tolist(), starts, strict=True)
+            ),
+            number,
+        )
     in_ring = table < 0
     if not coded and in_ring.any():
         raise IndexError(f"ring row {table.min()}; expected 0 or more")
@@ -70,17 +108,21 @@ def runs(
     first = np.flatnonzero(begins)
     items, rows = np.divmod(first, number)
     address = table.flat[first]
-    return [
-        Run(tile, slice(row, row + n), slice(start, start + n), inside)
-        for tile, row, n, start, inside in zip(
-            ids[items].tolist(),
-            rows.tolist(),
-            np.diff(first, append=table.size).tolist(),
-            np.where(address < 0, -1 - address, address).tolist(),
-            (address < 0).tolist(),
-            strict=True,
-        )
-    ]
+    found = zip(
+        ids[items].tolist(),
+        rows.tolist(),
+        np.diff(first, append=table.size).tolist(),
+        np.where(address < 0, -1 - address, address).tolist(),
+        (address < 0).tolist(),
+        strict=True,
+    )
+    return Runs(
+        (
+            Run(tile, slice(row, row + n), slice(start, start + n), inside)
+            for tile, row, n, start, inside in found
+        ),
+        number,
+    )
 
 
 def byte_rows(buffer: torch.Tensor) -> Bytes:
@@ -90,60 +132,53 @@ def byte_rows(buffer: torch.Tensor) -> Bytes:
 
 
 def capture_layer_cpu(
-    tiles: torch.Tensor, flat: torch.Tensor, ring: torch.Tensor, found: list[Run]
+    tiles: torch.Tensor, flat: torch.Tensor, ring: torch.Tensor, found: Runs
 ) -> None:
     """capture_layer() of dsv4_tiles. Raises IndexError where an id or address is out of range."""
     _check_tiles(found, len(tiles))
-    _check_rows("ring", [run for run in found if run.in_ring], len(ring))
-    _check_rows("flat", [run for run in found if not run.in_ring], len(flat))
+    _check_rows("ring", found.ends[1], len(ring))
+    _check_rows("flat", found.ends[0], len(flat))
     to, of_ring = byte_rows(tiles), byte_rows(ring)
     of_flat = byte_rows(flat) if flat.dtype == tiles.dtype else None
-    for tile, rows, there, in_ring in found:
+    for place, there, in_ring in found.places:
         if in_ring:
-            to[tile, rows] = of_ring[there]
+            to[place] = of_ring[there]
         elif of_flat is not None:
-            to[tile, rows] = of_flat[there]
+            to[place] = of_flat[there]
         else:
-            tiles[tile, rows] = flat[there]
+            tiles[place] = flat[there]
 
 
-def gather_tiles_cpu(tiles: torch.Tensor, rings: RingTable, found: list[Run]) -> None:
+def gather_tiles_cpu(tiles: torch.Tensor, rings: RingTable, found: Runs) -> None:
     """gather_tiles() of dsv4_tiles. Raises IndexError where an id or address is out of range."""
     _check_tiles(found, tiles.shape[1])
-    _check_rows("ring", found, min(map(len, rings.byte_rows)))
+    _check_rows("ring", found.ends[0], min(map(len, rings.byte_rows)))
     for layer, ring in zip(byte_rows(tiles), rings.byte_rows, strict=True):
-        for tile, rows, there, _ in found:
-            layer[tile, rows] = ring[there]
+        for place, there, _ in found.places:
+            layer[place] = ring[there]
 
 
-def scatter_cpu(entries: Sequence[tuple[Bytes, Bytes]], found: list[Run]) -> None:
+def scatter_cpu(entries: Sequence[tuple[Bytes, Bytes]], found: Runs) -> None:
     """scatter_tables() of dsv4_tiles: (tiles, ring) of each layer.
 
     Raises IndexError where an id or address is out of range.
     """
     _check_tiles(found, min(len(tiles) for tiles, _ in entries))
-    _check_rows("ring", found, min(len(ring) for _, ring in entries))
-    # A whole tile needs no slice of its rows.
-    number = entries[0][0].shape[1]
-    moves = [
-        (run.there, run.tile if run.rows.stop - run.rows.start == number else run[:2])
-        for run in found
-    ]
+    _check_rows("ring", found.ends[0], min(len(ring) for _, ring in entries))
     for tiles, ring in entries:
-        for there, place in moves:
+        for place, there, _ in found.places:
             ring[there] = tiles[place]
 
 
 # A slice that is out of range is cut short without an error. Checked before any write.
 
 
-def _check_tiles(found: list[Run], tiles: int) -> None:
-    for tile in (min(run.tile for run in found), max(run.tile for run in found)):
+def _check_tiles(found: Runs, tiles: int) -> None:
+    for tile in found.tiles:
         if not 0 <= tile < tiles:
             raise IndexError(f"tile id {tile}; expected 0 to {tiles - 1}")
 
 
-def _check_rows(kind: str, found: list[Run], size: int) -> None:
-    last = max((run.there.stop for run in found), default=0) - 1
-    if last >= size:
-        raise IndexError(f"{kind} row {last}; expected 0 to {size - 1}")
+def _check_rows(kind: str, end: int, size: int) -> None:
+    if end > size:
+        raise IndexError(f"{kind} row {end - 1}; expected 0 to {size - 1}")

@@ -29,7 +29,7 @@ from sglang.kernels.ops.kvcache.dsv4_tile_kernels import (
 )
 from sglang.kernels.ops.kvcache.dsv4_tile_rows import (
     Bytes,
-    Run,
+    Runs,
     byte_rows,
     capture_layer_cpu,
     gather_tiles_cpu,
@@ -143,7 +143,7 @@ def capture_layer(
     flat: torch.Tensor,
     ring: torch.Tensor,
     addresses: torch.Tensor,
-    found: list[Run] | None = None,
+    found: Runs | None = None,
 ) -> None:
     """Fill one layer's part of some tiles, from this step's flat rows and the ring.
 
@@ -182,7 +182,7 @@ def gather_tiles(
     tile_ids: torch.Tensor,
     rings: RingTable,
     addresses: torch.Tensor,
-    found: list[Run] | None = None,
+    found: Runs | None = None,
 ) -> None:
     """Fill some tiles from the rings, all layers.
 
@@ -213,7 +213,7 @@ def scatter_tables(
     table: TileTable,
     tile_ids: torch.Tensor,
     addresses: torch.Tensor,
-    found: list[Run] | None = None,
+    found: Runs | None = None,
 ) -> None:
     """Write some tiles into the rings, all streams and layers of a table, in one launch.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from sglang.kernels.ops.kvcache.dsv4_tile_rows import Run
+    from sglang.kernels.ops.kvcache.dsv4_tile_rows import Runs
 
 
 @dataclass
@@ -35,7 +35,7 @@ class StepRows(NamedTuple):
 
     tile_ids: torch.Tensor
     addresses: torch.Tensor
-    runs: list[Run] | None
+    runs: Runs | None
 
 
 class TileCapture(NamedTuple):
