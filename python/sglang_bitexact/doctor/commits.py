@@ -25,12 +25,12 @@ class Committed(NamedTuple):
     changed: tuple[str, ...]
 
 
-def committed(tree: Tree, series: Series) -> Committed | None:
+def committed(tree: Tree, series: Series, differing: int) -> Committed | None:
     """The parts of ``series`` that a checkout's files hold; None if it is none, or its files say otherwise.
 
     Made of the release's files, which are looked for in the history. Where files were changed
-    since, it is the parts from which the fewest files differ, and more parts if as few do; they
-    must explain more files than the release does.
+    since, it is the parts from which the fewest files differ, and more parts if as few do; fewer
+    than the ``differing`` ones that are not the release's.
 
     Example, the checkout of the release with the patches of parts 1 and 2 on it: through 2.
     """
@@ -52,9 +52,7 @@ def committed(tree: Tree, series: Series) -> Committed | None:
         changed += [name for name in sorted(absent) if tree.exists(name)]
         found.append(Committed(part.number, tuple(changed)))
     best = min(found, key=lambda one: (len(one.changed), -one.through))
-    stock = [name for name, content in released.items() if tree.read(name) != content]
-    stock += [name for name in series.new_files(series.last_part) if tree.exists(name)]
-    return best if len(best.changed) < len(stock) else None
+    return best if len(best.changed) < differing else None
 
 
 def _released(root: Path, file: EditFile) -> bytes | None:

@@ -50,7 +50,7 @@ def diagnose(tree: Tree, series: Series) -> Diagnosis:
     root, version = str(tree.root), tree.version
     if found.condition == "not applied":
         changed = _differing(tree, series)
-        if changed and (commits := committed(tree, series)) is not None:
+        if changed and (commits := committed(tree, series, len(changed))) is not None:
             condition: Condition = "tampered" if commits.changed else "patched"
             return Diagnosis(root, version, condition, commits.through, "commits", commits.changed)
         return Diagnosis(root, version, "tampered" if changed else "stock", None, None, changed)
@@ -85,9 +85,9 @@ def _built(tree: Tree, manifest: Path) -> Diagnosis:
         for name in sorted([*content["edited"], *content["added"]])
         if (data := tree.read(name)) is None or record_row(name, data)[1] != recorded.get(name)
     )
-    state: Condition = "tampered" if changed else "patched"
+    condition: Condition = "tampered" if changed else "patched"
     version = f"{content['sglang']}+bitexact.{content['through']}"
-    return Diagnosis(str(tree.root), version, state, content["through"], "wheel", changed)
+    return Diagnosis(str(tree.root), version, condition, content["through"], "wheel", changed)
 
 
 def _digest(tree: Tree, name: str) -> str | None:

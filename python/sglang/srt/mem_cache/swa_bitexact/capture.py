@@ -59,8 +59,6 @@ class TileWriter:
         Before the step writes the ring, which still holds the rows before it. Nothing where
         windows_at_end() takes them all.
         """
-        if plan.at_end:
-            return
         self._layer_rows("window", layer_id, kv, plan)
         if "window_rope" in self.rings:
             assert k_rope is not None, "fp8 rows come with their rope half"
@@ -79,8 +77,6 @@ class TileWriter:
         Before the compressor transforms them in place and writes its state ring. Nothing where
         states_at_end() takes them all.
         """
-        if plan.at_end:
-            return
         stream = "indexer_state" if is_indexer else "c4_state"
         self._layer_rows(stream, layer_id, kv_score, plan)
 
@@ -90,17 +86,17 @@ class TileWriter:
         After the step wrote the rings; one launch per stream. So ends every decode capture, and
         a chunk of prefill that stops on the grid.
         """
-        if plan.at_end:
-            self._all_layers(WINDOW_STREAMS, plan)
+        self._all_layers(WINDOW_STREAMS, plan)
 
     def states_at_end(self, plan: CapturePlan) -> None:
         """The overlap rows of the same; one launch per stream."""
-        if plan.at_end:
-            self._all_layers(STATE_STREAMS, plan)
+        self._all_layers(STATE_STREAMS, plan)
 
     def _layer_rows(
         self, stream: str, layer_id: int, flat: torch.Tensor, plan: CapturePlan
     ) -> None:
+        if plan.at_end:
+            return
         layer = self.layer_index[stream][layer_id]
         ring = self.rings[stream].buffers[layer]
         tile_ids, addresses, found = self._rows(stream, plan)
@@ -111,6 +107,8 @@ class TileWriter:
             self.checksums.captured(stream, layer_id, plan, ring, flat)
 
     def _all_layers(self, streams: tuple[str, ...], plan: CapturePlan) -> None:
+        if not plan.at_end:
+            return
         for stream in streams:
             if stream in self.rings:
                 tile_ids, addresses, found = self._rows(stream, plan)

@@ -60,16 +60,17 @@ class CapturePlanner:
         for req, start, length in zip(
             batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True
         ):
+            end = start + length
             boundaries = extend_boundaries(
                 start,
-                start + length,
-                max(start + length, len(req.full_untruncated_fill_ids)),
+                end,
+                max(end, len(req.full_untruncated_fill_ids)),
                 page_size=self.page_size,
                 stride=self.stride,
                 branch_at=req.swa_branching_seqlen,
             )
             captures += self._captures(
-                req, boundaries, start, length, first_row, decode=False
+                req, boundaries, start, end, first_row, decode=False
             )
             first_row += length
         return self._take(captures, batch.tree_cache)
@@ -89,7 +90,12 @@ class CapturePlanner:
             if row < len(batch.reqs):
                 boundary = int(batch.seq_lens_cpu[row])
                 captures += self._captures(
-                    batch.reqs[row], (boundary,), boundary - 1, 1, row, decode=True
+                    batch.reqs[row],
+                    (boundary,),
+                    boundary - 1,
+                    boundary,
+                    row,
+                    decode=True,
                 )
         return self._take(captures, batch.tree_cache)
 
@@ -115,7 +121,7 @@ class CapturePlanner:
         req: Req,
         boundaries: tuple[int, ...],
         start: int,
-        length: int,
+        end: int,
         first_row: int,
         *,
         decode: bool,
@@ -133,7 +139,7 @@ class CapturePlanner:
                 slot,
                 start,
                 first_row,
-                at_end=boundary == start + length,
+                at_end=boundary == end,
                 decode=decode,
             )
             for boundary in boundaries

@@ -179,12 +179,10 @@ class TileReader:
         # The same a layer at a time, by stream and layer.
         self._by_layer = {
             (name, layer_id): TileTable(
-                ((self._pool.buffers[name][i, None], RingTable((ring,))),)
+                ((self._pool.buffers[name][i, None], RingTable((rings.buffers[i],))),)
             )
             for name, rings in self._rings.items()
-            for (layer_id, i), ring in zip(
-                self._layer_index[name].items(), rings.buffers, strict=True
-            )
+            for layer_id, i in self._layer_index[name].items()
         }
         # The plan of the running step if it goes layer by layer, and its parts to come.
         self._running: RestorePlan | None = None
