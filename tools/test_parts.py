@@ -35,6 +35,7 @@ FIRST_PART = {
     ),
     4: (
         "aborts",
+        "cut_reason",
         "digests",
         "evict",
         "faults_memory",
@@ -51,6 +52,7 @@ FIRST_PART = {
         "publish_traps",
         "receipt",
         "restore_queue",
+        "reuse_points",
         "stored_rows",
         "tile_reader",
         "tiers",

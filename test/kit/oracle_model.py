@@ -57,7 +57,8 @@ class Stay:
     """One stay of a request in a slot. Boundaries are in pages, ``done`` and ``length`` in tokens.
 
     published: pages that are the tree's, which its lock holds. tiles: boundaries whose tiles it owns;
-    in_flight: of steps whose result is not processed. decoded: settled ones that decode captured.
+    in_flight: of steps whose result is not processed. decoded: settled ones that decode captured. dropped:
+    boundaries that were to have one, and whether decode crossed them.
     """
 
     path: Path
@@ -68,6 +69,7 @@ class Stay:
     tiles: set[int] = field(default_factory=set)
     in_flight: set[int] = field(default_factory=set)
     decoded: list[int] = field(default_factory=list)
+    dropped: dict[int, bool] = field(default_factory=dict)
     released: bool = False
 
     @property
@@ -166,6 +168,8 @@ class Oracle:
                 oldest = stay.decoded.pop(0)
                 if oldest in stay.tiles:
                     stay.tiles.remove(oldest)
+                    if self.stride and oldest % self.stride == 0:
+                        stay.dropped[oldest] = True
                     missing -= 1
                     break
 
@@ -196,14 +200,15 @@ class Oracle:
 
     # Publish and release ---------------------------------------------------------
 
-    def publish(self, stay: Stay) -> None:
-        """Whole pages become the tree's, and the tiles among them carriers' windows."""
+    def publish(self, stay: Stay) -> tuple[set[int], set[int]]:
+        """Whole pages become the tree's, and the tiles among them carriers' windows; those with one and without."""
         end = stay.done // PAGE
-        ripe = {n for n in stay.tiles if stay.published < n <= end}
+        ripe, dropped = ({n for n in of if stay.published < n <= end} for of in (stay.tiles, stay.dropped))
         stay.tiles -= ripe
         self.device.windows |= {stay.path[:n] for n in ripe}
         self.device.pages |= prefixes(stay.path, end)
         stay.published = end
+        return ripe, dropped
 
     def release(self, stay: Stay) -> None:
         """The slot is given up: settled tiles go back, those in flight when they land."""

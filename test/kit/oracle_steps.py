@@ -10,7 +10,6 @@ import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.mem_cache.swa_bitexact.evict import evict_tiles
 from sglang.srt.mem_cache.swa_bitexact.tile_table import CapturePlan
-from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from kit.oracle_bytes import STATES, tokens_of
 from kit.oracle_model import PAGE, Path, Stay, reusable
@@ -30,7 +29,7 @@ class OracleSteps(OracleWorld):
     def admit(self, request: OracleRequest, *, loads: bool) -> OracleRequest:
         """Match, load, lock: what is reused is what the model says, or the device's part if there is no room."""
         path = request.reusable
-        device, best = self.expect_match(path)
+        device, best, rows_alone = self.expect_match(path)
         pages, tiles = self.oracle.to_load(path)
         request.match(for_reuse=False).admit(loads=loads)
         got = request.req.prefix_len // PAGE
@@ -40,6 +39,7 @@ class OracleSteps(OracleWorld):
             assert got == device, f"{got} pages are reused, the device has {device}, device and host {best}"
         branch = request.req.swa_branching_seqlen
         request.stay = Stay(request.path, request.known, got * PAGE, got, branch and branch // PAGE)
+        request.nominal, request.rejected = rows_alone, device == got < best
         self.oracle.stays.append(request.stay)
         self.running.append(request)
         self.observe()
@@ -113,6 +113,8 @@ class OracleSteps(OracleWorld):
         wanted = [(cast(Stay, r.stay), end // PAGE) for r, end in parts if end % PAGE == 0]
         wanted = [(stay, n) for stay, n in wanted if n not in stay.tiles]
         if wanted:
+            for stay, _ in wanted:
+                self.points.crossed(stay)
             self.oracle.superseded(wanted)
         batch = SimpleNamespace(
             reqs=[request.req for request in requests],
@@ -137,6 +139,7 @@ class OracleSteps(OracleWorld):
         stay, slot = cast(Stay, request.stay), int(request.req.kv.req_pool_idx)
         plan = request.take_restores()
         assert plan is not None and (plan.slots, plan.boundaries) == ([slot], [stay.done])
+        self.points.take(request.reusable, stay.published, request.nominal, rejected=request.rejected)
         # The last step of the slot's former owner may come behind the scheduler's clear.
         self.contents.poison_ring(slot)
         self.cache.kvcache.tile_reader.restore(plan)
@@ -157,6 +160,8 @@ class OracleSteps(OracleWorld):
         expected = self.oracle.ranked(wanted)
         assert [(id(stay), n) for stay, n in got] == [(id(stay), n) for stay, n in expected[: len(got)]]
         self.oracle.capture(got)
+        for stay, n in expected[len(got) :]:
+            stay.dropped[n] = decode
         self.observe()
         if len(got) < len(wanted):
             unlocked = self.oracle.device.windows - self.oracle.locked().pages
@@ -190,7 +195,7 @@ class OracleSteps(OracleWorld):
 
     def _published(self, request: OracleRequest) -> None:
         stay = cast(Stay, request.stay)
-        self.oracle.publish(stay)
+        self.points.publish(stay.path, *self.oracle.publish(stay))
         self.files.see(stay.path[: stay.published])
 
     def drop(self, request: OracleRequest, how: Callable[[OracleRequest], object]) -> None:
@@ -224,13 +229,6 @@ class OracleSteps(OracleWorld):
             parents = {path[:-1] for path in self.oracle.device.pages}
             inner = (self.oracle.device.windows & parents) - self.oracle.locked().pages
             assert not inner, f"a leaf went, and inner windows could have: {inner}"
-
-    def evict_pages(self, pages: int) -> None:
-        self.cache.allocator.evict_to_free_tokens(self.cache.tree, pages * PAGE)
-
-    def evict_host(self, count: int, *, windows: bool) -> None:
-        if self.hicache:
-            self.cache.tree.evict_host(count * PAGE, ComponentType.SWA if windows else ComponentType.FULL)
 
     # Servers ---------------------------------------------------------------------
 

@@ -11,10 +11,12 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.swa_bitexact import integrity
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.server_args import ServerArgs
 
 from kit.oracle_bytes import Contents, tokens_of
 from kit.oracle_model import PAGE, Oracle, Path, Stay, Tier, nominal, prefixes, reusable
+from kit.oracle_points import Points
 from kit.oracle_watch import StoredFiles, Watch
 from kit.tile_cache import TileCache
 from kit.tile_requests import TileRequest
@@ -30,6 +32,8 @@ class OracleRequest(TileRequest):
         super().__init__(cache, tokens_of(path, length), seed=seed)
         self.path = path
         self.stay: Stay | None = None
+        # Of its admission: pages that rows alone would have given it, and whether a load was left out.
+        self.nominal, self.rejected = 0, False
 
     @property
     def known(self) -> int:
@@ -50,7 +54,7 @@ class OracleWorld:
         self.oracle = Oracle(TILES, PAGES, stride, host=Tier() if hicache else None)
         self.files = StoredFiles(directory)
         self.count = self.reused = self.compared = 0
-        # What storage suffered, and what its digests found.
+        # What storage suffered, what its digests found, and why requests reused less.
         self.tally: Counter[str] = Counter(servers=0, damaged=0, digests=0, quarantined=0)
         self._start_server()
 
@@ -61,6 +65,7 @@ class OracleWorld:
         )
         self.planner = self.cache.allocator.capture_planner
         self.planner.stride = self.oracle.stride
+        self.points = Points(self.oracle.stride)
         self.watch, self.contents = Watch(self.cache), Contents(self.cache)
         self.running: list[OracleRequest] = []
         self.waiting: list[OracleRequest] = []
@@ -73,10 +78,20 @@ class OracleWorld:
     def leave(self) -> None:
         """The server ends; what its storage did is added up."""
         self.tally["servers"] += 1
+        self.tally.update(self.points.cuts)
         if self.cache.controller is not None:
             storage = self.cache.controller.storage_backend
             self.tally.update(digests=storage.checked, quarantined=storage.quarantined)
         self.cache.__exit__()
+
+    # Evictions -------------------------------------------------------------------
+
+    def evict_pages(self, pages: int) -> None:
+        self.cache.allocator.evict_to_free_tokens(self.cache.tree, pages * PAGE)
+
+    def evict_host(self, count: int, *, windows: bool) -> None:
+        if self.hicache:
+            self.cache.tree.evict_host(count * PAGE, ComponentType.SWA if windows else ComponentType.FULL)
 
     # Comparison ------------------------------------------------------------------
 
@@ -101,6 +116,8 @@ class OracleWorld:
         zombies = {id(c.owner): c.owner for plan, _ in self.flying for c in plan.captures if c.owner.released}
         held += [tile for owner in zombies.values() for tile in owner.tiles.values()]
         integrity.check_tree(self.cache.tree, held)
+        cuts = self.cache.tree.restore_queue.receipts.counters.cuts
+        assert cuts == {**dict.fromkeys(cuts, 0), **self.points.cuts}, f"reasons {cuts}, the model {self.points.cuts}"
         assert self.cache.tree.tile_publisher.refused == 0, "an insert wanted to publish a window without a tile"
         free = (allocator.tiles_available, allocator.full_available_size() // PAGE)
         assert free == (oracle.free_tiles, oracle.free_pages), f"free tiles and pages {free}"
@@ -126,8 +143,8 @@ class OracleWorld:
 
     # Matches ---------------------------------------------------------------------
 
-    def expect_match(self, path: Path) -> tuple[int, int]:
-        """Match ``path`` and compare with the model's gate; (device, device and host) in pages."""
+    def expect_match(self, path: Path) -> tuple[int, int, int]:
+        """Match ``path`` and compare with the model's gate; (device, device and host, rows alone) in pages."""
         near, device = self.oracle.near, reusable(path, self.oracle.device)
         best, full = reusable(path, *near), nominal(path, *near)
         self.watch.path = path
@@ -144,7 +161,7 @@ class OracleWorld:
         if device:
             rows = self.cache.tree.path_device_indices(match.last_device_node)
             self.expect_rows(path[:device], self.cache.tile_id_at(match), rows)
-        return device, best
+        return device, best, full
 
     def prefetch(self, path: Path) -> None:
         """Ask storage for what device and host lack of ``path``, as the scheduler does for a waiting request."""

@@ -13,13 +13,14 @@ from sglang.srt.entrypoints.openai.utils import cached_tokens_details_from_dict
 from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import CachedTokensDetails
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from sglang.srt.mem_cache.swa_bitexact.receipt import MODES, REASONS, MatchedForReuse, ReceiptCounters, cut_reason
+from sglang.srt.mem_cache.swa_bitexact.evict import evict_tiles
+from sglang.srt.mem_cache.swa_bitexact.receipt import MODES, REASONS, ReceiptCounters
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.test.ci.ci_register import register_cpu_ci
 
 from kit.tile_cache import TileCache, server_context, tokens_from
 from kit.tile_pools import PAGE
-from kit.tile_requests import TileRequest
+from kit.tile_requests import TileRequest, prefill
 from kit.tile_storage import TILE, TileStorage, computed, events_until, start_prefetch, wait_for_storage
 
 register_cpu_ci(est_time=30, suite="base-a-test-cpu")
@@ -64,37 +65,6 @@ def counted(cache):
     return cache.tree.restore_queue.receipts.counters
 
 
-# The decision ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("effective", "stride", "reason"),
-    [
-        (1024, 4, "off_grid"),
-        (512, 4, "tile_gone"),
-        (768, 4, "tile_gone"),
-        (1024, 1, "tile_gone"),
-        (1536, 1, "tile_gone"),
-        (0, 8, "off_grid"),
-        (0, 7, "tile_gone"),
-        (0, 0, "off_grid"),
-    ],
-)
-def test_what_the_stride_says_about_a_cut(effective, stride, reason):
-    """Rows up to page 7, nothing to load."""
-    match = MatchedForReuse(nominal=7 * 256, on_device=effective, loads=False, tile_on_host=False)
-    assert cut_reason(match, effective, host_changed=False, page_size=256, stride=stride) == reason
-
-
-def test_what_was_not_loaded_comes_first_and_storage_second():
-    match = MatchedForReuse(nominal=1792, on_device=256, loads=True, tile_on_host=True, storage_end=1792)
-    arguments = {"page_size": 256, "stride": 1}
-    assert cut_reason(match, 256, host_changed=False, **arguments) == "load_rejected"
-    assert cut_reason(match, 256, host_changed=True, **arguments) == "digest_failed"
-    assert cut_reason(match, 1024, host_changed=False, **arguments) == "storage_incomplete"
-    assert cut_reason(match._replace(storage_end=1024), 1024, host_changed=False, **arguments) == "tile_gone"
-
-
 # Receipts ----------------------------------------------------------------------
 
 
@@ -123,7 +93,7 @@ def test_nothing_was_there(filled):
     assert counted(filled) == counters(["cold"])
 
 
-@pytest.mark.parametrize(("stride", "reason"), [(1, "tile_gone"), (4, "off_grid")])
+@pytest.mark.parametrize(("stride", "reason"), [(1, "tile_evicted"), (4, "off_grid")])
 def test_rows_without_a_tile(filled, stride, reason):
     """The rows of 2 pages are there, the tile of the first alone."""
     filled.allocator.capture_planner.stride = stride
@@ -138,6 +108,36 @@ def test_rows_without_a_tile(filled, stride, reason):
         "tile_tier": "device",
     }
     assert counted(filled) == counters(["clipped"], [reason], ["device"])
+
+
+@pytest.mark.parametrize(
+    ("fate", "prompt", "effective", "reason"),
+    [
+        ("dropped", 2 * P + 9, 0, "pool_full"),
+        ("evicted", 2 * P + 9, 0, "tile_evicted"),
+        ("not due", 2 * P - 9, P, "off_grid"),
+    ],
+)
+def test_what_became_of_the_last_page_of_a_prompt(cache, fate, prompt, effective, reason):
+    """Without a grid, so that its history alone tells; the answer's end has a tile, and another prompt parts before."""
+    cache.allocator.capture_planner.stride = 0
+    held = cache.allocator.alloc_tiles(cache.allocator.tiles_available) if fate == "dropped" else None
+    a = TileRequest(cache, TOKENS[:prompt], seed=1).admit()
+    prefill(cache, (a, prompt))
+    a.checkpoint()
+    if held is not None:
+        cache.allocator.free_tiles(held)
+    a.decode(3 * P, 3 * P).finish()
+    cache.settle()
+    if fate == "evicted":
+        evict_tiles(cache.tree, 1)
+        cache.tree.evict_host(P, ComponentType.SWA)
+    start_counting(cache)
+    known = (a.req.origin_input_ids + a.req.output_ids)[: 2 * P]
+    found = receipt(cache, TileRequest(cache, known + tokens_from(5000, 1), seed=2).admit())
+    assert (found["mode"], found["nominal_hit"], found["effective_hit"]) == ("clipped", 2 * P, effective)
+    assert found["reason"] == reason
+    assert counted(cache) == counters(["clipped"], [reason], ["device"] if effective else [])
 
 
 def test_a_tile_from_the_host(filled):

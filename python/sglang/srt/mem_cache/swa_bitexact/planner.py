@@ -132,6 +132,13 @@ class CapturePlanner:
         if req.swa_tiles is None:
             req.swa_tiles = RequestTiles()
         owner, slot = req.swa_tiles, int(req.kv.req_pool_idx)
+        if decode:
+            # An older tile of the answer would not have outlived this one, but on the grid.
+            owner.dropped = {
+                boundary: decoded
+                for boundary, decoded in owner.dropped.items()
+                if not decoded or self.keeps(boundary)
+            }
         return [
             TileCapture(
                 owner,
@@ -158,18 +165,17 @@ class CapturePlanner:
         if count < wanted:
             evict_tiles(cache, wanted - count)
             count = self.allocator.tiles_up_to(wanted)
-            self._drop(wanted - count)
         self.counters.captured += count
-        if count == 0:
-            return None
         # A request's last boundary before its others, the deepest first; stable, so that
         # every rank drops the same ones.
         last: dict[int, int] = {}
         for c in captures:
             last[id(c.owner)] = max(c.boundary, last.get(id(c.owner), 0))
-        captures = sorted(
-            captures, key=lambda c: (c.boundary < last[id(c.owner)], -c.boundary)
-        )[:count]
+        captures.sort(key=lambda c: (c.boundary < last[id(c.owner)], -c.boundary))
+        captures, dropped = captures[:count], captures[count:]
+        self._drop(dropped)
+        if not captures:
+            return None
         tile_ids = self.allocator.alloc_tiles(count)
         assert tile_ids is not None, f"{count} tiles are free and were not handed out"
         for capture, tile_id in zip(captures, tile_ids.split(1), strict=True):
@@ -188,17 +194,20 @@ class CapturePlanner:
 
     def _oldest_decoded(self, owner: RequestTiles) -> list[torch.Tensor]:
         while owner.decoded:
+            boundary = owner.decoded.pop(0)
             # A published one is the tree's, and no longer in the table.
-            if tile := _pop(owner, owner.decoded.pop(0)):
+            if tile := _pop(owner, boundary):
+                if self.keeps(boundary):
+                    owner.dropped[boundary] = True
                 return tile
         return []
 
-    def _drop(self, count: int) -> None:
-        """Count captures without a tile; say so at 1, 2, 4, 8, ... of them."""
-        before, self.counters.dropped = (
-            self.counters.dropped,
-            self.counters.dropped + count,
-        )
+    def _drop(self, captures: list[TileCapture]) -> None:
+        """Enter captures without a tile in their owners' tables; log at 1, 2, 4, 8, ... of them."""
+        for capture in captures:
+            capture.owner.dropped[capture.boundary] = capture.decode
+        before = self.counters.dropped
+        self.counters.dropped += len(captures)
         if before.bit_length() < self.counters.dropped.bit_length():
             logger.warning(
                 "Bit-exact reuse: tiles are short, %d reuse points dropped so far. Raise "
@@ -221,14 +230,15 @@ class CapturePlanner:
             if owner.released:
                 back += _pop(owner, boundary)
             elif decode:
-                if owner.decoded and not self._kept(owner.decoded[-1]):
+                if owner.decoded and not self.keeps(owner.decoded[-1]):
                     older = _pop(owner, owner.decoded.pop())
                     self.counters.superseded += len(older)
                     back += older
                 owner.decoded.append(boundary)
         self._return(back)
 
-    def _kept(self, boundary: int) -> bool:
+    def keeps(self, boundary: int) -> bool:
+        """Whether ``boundary`` has a tile wherever in a request it lies."""
         return on_grid(boundary, page_size=self.page_size, stride=self.stride)
 
     def release(self, req: Req) -> None:

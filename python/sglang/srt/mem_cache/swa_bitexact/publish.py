@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from sglang.srt.mem_cache.swa_bitexact.reuse_points import ReusePoints
+from sglang.srt.mem_cache.swa_bitexact.tile_table import RequestTiles
 from sglang.srt.mem_cache.unified_cache.cache_action import (
     BackupKV,
     RecoverSWAWithLockedFull,
@@ -36,6 +38,7 @@ class TilePublisher:
     insert that hands page and tile to the tree. What is mapped earlier would leak with an
     abort, and travel to the next owner of the rows.
 
+    points: what became of reuse points, for receipts.
     published: tiles handed to the tree since start-up, duplicates that it freed included.
     refused: windows that an insert wanted to publish where no tile is; must stay 0.
     evicted: tiles of cached prefixes that left a tier to make room.
@@ -47,6 +50,7 @@ class TilePublisher:
         self._page_size = cache.page_size
         # Whether the insert under way ends at a tile.
         self._ends_at_tile = False
+        self.points = ReusePoints(self._allocator.capture_planner)
         self.published = 0
         self.evicted = {"device": 0, "host": 0}
         self.refused = 0
@@ -59,7 +63,8 @@ class TilePublisher:
         Each insert's window floor lets through the page before its tile and nothing else:
         without a tile the floor is the end, and the new nodes have no window.
 
-        Takes the published tiles out of ``req.swa_tiles``, and moves ``insert``'s floor and
+        Takes the published tiles out of ``req.swa_tiles``, enters them and the dropped ones in
+        ``points``, and moves ``insert``'s floor and
         inserted lengths. Tiles beyond its end stay in the table, and so do those inside the
         protected prefix, which the tree has already.
 
@@ -68,21 +73,25 @@ class TilePublisher:
             insert [0, 1_280):  prev_prefix_len 768, floor 1_024, mapped [1_024, 1_280)
         The same without the tile at 1,280: floor 1_280, nothing mapped.
         """
-        end = len(insert.key)
-        tiles = {} if req.swa_tiles is None else req.swa_tiles.tiles
-        for boundary in sorted(b for b in tiles if insert.prev_prefix_len < b < end):
+        end, owner = len(insert.key), req.swa_tiles or RequestTiles()
+        new = range(insert.prev_prefix_len + 1, end + 1)
+        published = sorted(boundary for boundary in owner.tiles if boundary in new)
+        dropped = [boundary for boundary in owner.dropped if boundary in new]
+        self.points.settle(insert.key, published=published, dropped=dropped)
+        for boundary in published:
+            tile_id = owner.tiles.pop(boundary)
+            if boundary == end:
+                return self._insert_at_tile(insert, tile_id)
             inner = replace(
                 insert,
                 key=insert.key[:boundary],
                 value=insert.value[:boundary],
                 component_evicted_seqlens=dict(insert.component_evicted_seqlens),
             )
-            self._insert_at_tile(inner, tiles.pop(boundary))
+            self._insert_at_tile(inner, tile_id)
             insert.prev_prefix_len = boundary
             # The request's second insert of these nodes: not another hit.
             insert.inserted_len = max(insert.inserted_len, boundary)
-        if end > insert.prev_prefix_len and end in tiles:
-            return self._insert_at_tile(insert, tiles.pop(end))
         insert.set_evicted_seqlen(ComponentType.SWA, end)
         return self._cache.insert(insert)
 

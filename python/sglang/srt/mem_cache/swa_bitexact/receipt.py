@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import MatchResult
+    from sglang.srt.mem_cache.swa_bitexact.reuse_points import KnownPoint
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 MODES = ("exact", "clipped", "cold")
@@ -18,7 +21,8 @@ REASONS = (
     "digest_failed",
     "storage_incomplete",
     "off_grid",
-    "tile_gone",
+    "pool_full",
+    "tile_evicted",
 )
 # Requests whose storage read fell short, and which have taken no slot since.
 _MOST_INCOMPLETE = 1024
@@ -44,30 +48,36 @@ def cut_reason(
     effective: int,
     *,
     host_changed: bool,
-    page_size: int,
-    stride: int,
+    step: int,
+    known: KnownPoint,
 ) -> str:
     """Why a request reuses ``effective`` tokens, fewer than ``match.nominal``.
 
     The first that holds. digest_failed: its host pages changed (host_changed). load_rejected:
     the host had more, and it was not loaded: no room on the device, or too little to be worth
     it. storage_incomplete: storage said it had more, and not all of it arrived. off_grid: no
-    page that the stride keeps lies in what was cut. tile_gone: one does, and its tile is on no
-    tier any more: dropped at capture, given up for a newer one, or evicted. Which of these, the
-    tree does not remember.
+    tile was due in what was cut. The last two are about the longest prefix there for which one
+    was: the last page of the grid of ``step`` tokens (0: there is no grid), or ``known``, which
+    ReusePoints.deepest() found there. pool_full: it got none, since the device had none free.
+    tile_evicted: it had one, which is on no tier any more.
 
-    Example, page_size 256, stride 4, rows up to 1_792:
+    Example, a grid of 1_024 tokens, rows up to 1_792, none known (boundary 0):
         effective 1_024 -> "off_grid"        the grid goes on at 2_048
-        effective 512   -> "tile_gone"       1_024 was to have one
+        effective 512   -> "tile_evicted"    1_024 had one
+        the same, and 1_024 is known as dropped -> "pool_full"
+        the same, and 1_536 is known as not dropped -> "tile_evicted"
         the same, nothing loaded of a prefix on the host -> "load_rejected"
     """
     if match.loads and effective == match.on_device:
         return "digest_failed" if host_changed else "load_rejected"
     if effective < match.storage_end:
         return "storage_incomplete"
-    step = page_size * stride
-    kept = step > 0 and (effective // step + 1) * step <= match.nominal
-    return "tile_gone" if kept else "off_grid"
+    on_grid = match.nominal // step * step if step else 0
+    if max(on_grid, known.boundary) <= effective:
+        return "off_grid"
+    if known.dropped and known.boundary >= on_grid:
+        return "pool_full"
+    return "tile_evicted"
 
 
 @dataclass
@@ -118,12 +128,18 @@ class ReuseReceipts:
         """
         effective, reason = req.prefix_len, ""
         if effective < match.nominal:
+            planner = self._cache.token_to_kv_pool_allocator.capture_planner
+            key = RadixKey(
+                req.full_untruncated_fill_ids, req.extra_key, cache_salt=req.cache_salt
+            )
             reason = cut_reason(
                 match,
                 effective,
                 host_changed=self._host_changed(req),
-                page_size=self._cache.page_size,
-                stride=self._cache.token_to_kv_pool_allocator.capture_planner.stride,
+                step=planner.page_size * planner.stride,
+                known=self._cache.tile_publisher.points.deepest(
+                    key, effective, match.nominal
+                ),
             )
             self.counters.cuts[reason] += 1
         mode = "clipped" if reason else "exact" if effective else "cold"
