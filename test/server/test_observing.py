@@ -214,3 +214,34 @@ def test_one_line_says_what_is_exact(observed):
     assert f"at every 4th page of 256 tokens. It costs {_TILE_BYTES} B; 1 GB holds 1649." in lines[0]
     assert "Storage: file, identity bitexact1-" in lines[0]
     assert "Traceback" not in observed.log
+
+
+def test_a_pool_that_is_short_says_so(checkpoint, tmp_path):
+    """Four tiles: a long answer gives up its tile at 768 for the one at 1,280; the next prompt evicts the one at 1,024."""
+    arguments = (
+        *("--max-total-tokens", "4096", "--max-running-requests", "1", "--chunked-prefill-size", "256"),
+        *("--enable-metrics", "--hicache-swa-device-tile-fraction", "0.6"),
+    )
+    with Server(checkpoint, arguments, tmp_path / "server.log", environment={SWITCH: "1"}) as server:
+        prompt = prompt_of(1, 760)
+        answer = server.post(
+            "/generate",
+            {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 530, "ignore_eos": True}},
+        )
+        whole = prompt + answer["output_ids"]
+        receipts = [
+            _receipt(server.post("/generate", _body(whole[:length] + prompt_of(2, 20)))) for length in (800, 1100)
+        ]
+        metrics = _published(server, 2)
+    cuts = [(found["nominal_hit"], found["effective_hit"], found["reason"]) for found in receipts]
+    assert cuts == [(768, 512, "pool_full"), (1024, 768, "tile_evicted")]
+    expected = {
+        "tiles device": 4,
+        "tiles_superseded_total": 1,
+        "tiles_dropped_total": 0,
+        "tiles_evicted_total device": 2,
+        "cuts_total pool_full": 1,
+        "cuts_total tile_evicted": 1,
+        "cuts_total off_grid": 0,
+    }
+    assert {name: metrics[name] for name in expected} == expected
