@@ -217,7 +217,7 @@ def test_one_line_says_what_is_exact(observed):
 
 
 def test_a_pool_that_is_short_says_so(checkpoint, tmp_path):
-    """Four tiles: a long answer gives up its tile at 768 for the one at 1,280; the next prompt evicts the one at 1,024."""
+    """Four tiles: an answer gives up its tile at 768 for the one at 1,280; the next prompt evicts the one at 1,024."""
     arguments = (
         *("--max-total-tokens", "4096", "--max-running-requests", "1", "--chunked-prefill-size", "256"),
         *("--enable-metrics", "--hicache-swa-device-tile-fraction", "0.6"),
