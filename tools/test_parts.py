@@ -35,7 +35,6 @@ FIRST_PART = {
     ),
     4: (
         "aborts",
-        "cut_reason",
         "digests",
         "evict",
         "faults_memory",

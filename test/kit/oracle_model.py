@@ -168,8 +168,7 @@ class Oracle:
                 oldest = stay.decoded.pop(0)
                 if oldest in stay.tiles:
                     stay.tiles.remove(oldest)
-                    if self.stride and oldest % self.stride == 0:
-                        stay.dropped[oldest] = True
+                    stay.dropped[oldest] = True
                     missing -= 1
                     break
 

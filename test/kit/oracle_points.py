@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kit.oracle_model import Path, Stay
+from kit.oracle_model import Path, Stay, Tier
 
 
 @dataclass
@@ -22,15 +22,21 @@ class Points:
     def due(self, n: int) -> bool:
         return self.stride > 0 and n % self.stride == 0
 
-    def crossed(self, stay: Stay) -> None:
-        """Decode reaches a boundary: tiles of the answer off the grid end here, those that it did not get as well."""
-        stay.dropped = {n: decode for n, decode in stay.dropped.items() if self.due(n) or not decode}
+    def publish(self, stay: Stay, published: Iterable[int], dropped: Iterable[int], *tiers: Tier) -> None:
+        """``stay`` published tiles; at others none was free, but ``tiers`` may have them from elsewhere.
 
-    def publish(self, path: Path, published: Iterable[int], dropped: Iterable[int]) -> None:
-        self.fates |= {path[:n]: False for n in published} | {path[:n]: True for n in dropped}
+        An answer's tile off the grid would have been given up for the next one, if there is one.
+        """
+        self.fates |= {stay.path[:n]: False for n in published}
+        for n in dropped:
+            lasts = self.due(n) or not stay.dropped[n] or n == stay.published
+            if lasts and not any(stay.path[:n] in tier.windows for tier in tiers):
+                self.fates[stay.path[:n]] = True
 
     def take(self, path: Path, reused: int, nominal: int, *, rejected: bool) -> None:
         """A request takes a slot, of ``nominal`` pages it reuses ``reused``; rejected: more was there to load."""
+        if reused:
+            self.fates[path[:reused]] = False
         if reused < nominal:
             reason = "load_rejected" if rejected else self._reason(path, reused, nominal)
             self.cuts[reason] = self.cuts.get(reason, 0) + 1

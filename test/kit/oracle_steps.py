@@ -113,8 +113,6 @@ class OracleSteps(OracleWorld):
         wanted = [(cast(Stay, r.stay), end // PAGE) for r, end in parts if end % PAGE == 0]
         wanted = [(stay, n) for stay, n in wanted if n not in stay.tiles]
         if wanted:
-            for stay, _ in wanted:
-                self.points.crossed(stay)
             self.oracle.superseded(wanted)
         batch = SimpleNamespace(
             reqs=[request.req for request in requests],
@@ -195,7 +193,9 @@ class OracleSteps(OracleWorld):
 
     def _published(self, request: OracleRequest) -> None:
         stay = cast(Stay, request.stay)
-        self.points.publish(stay.path, *self.oracle.publish(stay))
+        captured, dropped = self.oracle.publish(stay)
+        self.observe()
+        self.points.publish(stay, captured, dropped, *self.oracle.near)
         self.files.see(stay.path[: stay.published])
 
     def drop(self, request: OracleRequest, how: Callable[[OracleRequest], object]) -> None:
@@ -246,6 +246,7 @@ class OracleSteps(OracleWorld):
         """The cache is emptied, and has ``pages`` FULL pages from now on."""
         self.idle()
         self.cache.tree.reset()
+        self.points.fates.clear()
         self.cache.req_to_token_pool.clear()
         size = SimpleNamespace(full_max_total_num_tokens=pages * PAGE, swa_max_total_num_tokens=pages * PAGE)
         self.cache.allocator.resize(size)

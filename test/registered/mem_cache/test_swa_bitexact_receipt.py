@@ -14,7 +14,7 @@ from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import CachedTokensDetails
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.swa_bitexact.evict import evict_tiles
-from sglang.srt.mem_cache.swa_bitexact.receipt import MODES, REASONS, ReceiptCounters
+from sglang.srt.mem_cache.swa_bitexact.receipt import MODES, REASONS, MatchedForReuse, ReceiptCounters, cut_reason
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -63,6 +63,20 @@ def start_counting(cache):
 
 def counted(cache):
     return cache.tree.restore_queue.receipts.counters
+
+
+# The decision ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("was_dropped", "reason"), [(None, "off_grid"), (True, "pool_full"), (False, "tile_evicted")])
+def test_what_ended_a_prefix(was_dropped, reason):
+    """What was not loaded comes first, and storage second."""
+    match = MatchedForReuse(nominal=1792, on_device=256, loads=True, tile_on_host=True, storage_end=1792)
+    assert cut_reason(match, 256, host_changed=False, was_dropped=was_dropped) == "load_rejected"
+    assert cut_reason(match, 256, host_changed=True, was_dropped=was_dropped) == "digest_failed"
+    assert cut_reason(match, 1024, host_changed=False, was_dropped=was_dropped) == "storage_incomplete"
+    match = match._replace(storage_end=1024)
+    assert cut_reason(match, 1024, host_changed=False, was_dropped=was_dropped) == reason
 
 
 # Receipts ----------------------------------------------------------------------

@@ -132,13 +132,6 @@ class CapturePlanner:
         if req.swa_tiles is None:
             req.swa_tiles = RequestTiles()
         owner, slot = req.swa_tiles, int(req.kv.req_pool_idx)
-        if decode:
-            # An older tile of the answer would not have outlived this one, but on the grid.
-            owner.dropped = {
-                boundary: decoded
-                for boundary, decoded in owner.dropped.items()
-                if not decoded or self.keeps(boundary)
-            }
         return [
             TileCapture(
                 owner,
@@ -197,8 +190,7 @@ class CapturePlanner:
             boundary = owner.decoded.pop(0)
             # A published one is the tree's, and no longer in the table.
             if tile := _pop(owner, boundary):
-                if self.keeps(boundary):
-                    owner.dropped[boundary] = True
+                owner.dropped[boundary] = True
                 return tile
         return []
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.cache_action import ComponentAction
     from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import (
         BaseEvictionResult,
+        NodeId,
     )
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
@@ -63,10 +64,9 @@ class TilePublisher:
         Each insert's window floor lets through the page before its tile and nothing else:
         without a tile the floor is the end, and the new nodes have no window.
 
-        Takes the published tiles out of ``req.swa_tiles``, enters them and the dropped ones in
-        ``points``, and moves ``insert``'s floor and
+        Takes the published tiles out of ``req.swa_tiles``, and moves ``insert``'s floor and
         inserted lengths. Tiles beyond its end stay in the table, and so do those inside the
-        protected prefix, which the tree has already.
+        protected prefix, which the tree has already. ``points`` learns of both kinds.
 
         Example, page_size 256, protected prefix 256, key of 1,280, tiles at 768 and 1,280:
             insert [0, 768):    prev_prefix_len 256, floor 512, mapped [512, 768)
@@ -76,24 +76,50 @@ class TilePublisher:
         end, owner = len(insert.key), req.swa_tiles or RequestTiles()
         new = range(insert.prev_prefix_len + 1, end + 1)
         published = sorted(boundary for boundary in owner.tiles if boundary in new)
-        dropped = [boundary for boundary in owner.dropped if boundary in new]
-        self.points.settle(insert.key, published=published, dropped=dropped)
         for boundary in published:
-            tile_id = owner.tiles.pop(boundary)
             if boundary == end:
-                return self._insert_at_tile(insert, tile_id)
+                result = self._insert_at_tile(insert, owner.tiles.pop(end))
+                break
             inner = replace(
                 insert,
                 key=insert.key[:boundary],
                 value=insert.value[:boundary],
                 component_evicted_seqlens=dict(insert.component_evicted_seqlens),
             )
-            self._insert_at_tile(inner, tile_id)
+            self._insert_at_tile(inner, owner.tiles.pop(boundary))
             insert.prev_prefix_len = boundary
             # The request's second insert of these nodes: not another hit.
             insert.inserted_len = max(insert.inserted_len, boundary)
-        insert.set_evicted_seqlen(ComponentType.SWA, end)
-        return self._cache.insert(insert)
+        else:
+            insert.set_evicted_seqlen(ComponentType.SWA, end)
+            result = self._cache.insert(insert)
+        dropped = self._dropped(owner, new, result.last_device_node)
+        self.points.settle(insert.key, tiles=published, dropped=dropped)
+        return result
+
+    def _dropped(self, owner: RequestTiles, new: range, last_node: NodeId) -> set[int]:
+        """What in ``new`` was due a tile and has none, whoever else captured it.
+
+        An answer's tile off the grid is due at the answer's end alone: a newer one replaces it.
+        """
+        keeps = self._allocator.capture_planner.keeps
+        dropped = {
+            boundary
+            for boundary, decoded in owner.dropped.items()
+            if boundary in new
+            and (not decoded or keeps(boundary) or boundary == new[-1])
+        }
+        if not dropped:
+            return dropped
+        core = self._cache.tree_core
+        (path,) = core.collect_path_info([last_node])
+        return dropped - {
+            node.path_end
+            for node in path
+            if core.get_component_device_value(node.node_id, ComponentType.SWA)
+            is not None
+            or core.component_has_host_value_only(node.node_id, ComponentType.SWA)
+        }
 
     def _insert_at_tile(
         self, insert: InsertParams, tile_id: torch.Tensor

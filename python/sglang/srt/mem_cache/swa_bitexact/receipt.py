@@ -10,7 +10,6 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import MatchResult
-    from sglang.srt.mem_cache.swa_bitexact.reuse_points import KnownPoint
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 MODES = ("exact", "clipped", "cold")
@@ -48,36 +47,30 @@ def cut_reason(
     effective: int,
     *,
     host_changed: bool,
-    step: int,
-    known: KnownPoint,
+    was_dropped: bool | None,
 ) -> str:
     """Why a request reuses ``effective`` tokens, fewer than ``match.nominal``.
 
     The first that holds. digest_failed: its host pages changed (host_changed). load_rejected:
     the host had more, and it was not loaded: no room on the device, or too little to be worth
     it. storage_incomplete: storage said it had more, and not all of it arrived. off_grid: no
-    tile was due in what was cut. The last two are about the longest prefix there for which one
-    was: the last page of the grid of ``step`` tokens (0: there is no grid), or ``known``, which
-    ReusePoints.deepest() found there. pool_full: it got none, since the device had none free.
-    tile_evicted: it had one, which is on no tier any more.
+    tile was due in what was cut (was_dropped, of ReusePoints, is None). pool_full: one was, and
+    was dropped or given up, since the device had none free. tile_evicted: it is on no tier any
+    more. Both are about the longest prefix there that was due one.
 
-    Example, a grid of 1_024 tokens, rows up to 1_792, none known (boundary 0):
-        effective 1_024 -> "off_grid"        the grid goes on at 2_048
-        effective 512   -> "tile_evicted"    1_024 had one
-        the same, and 1_024 is known as dropped -> "pool_full"
-        the same, and 1_536 is known as not dropped -> "tile_evicted"
-        the same, nothing loaded of a prefix on the host -> "load_rejected"
+    Example, rows up to 1_792, of which the request reuses 512, all that the device has:
+        1_024 was due a tile and got none (True)  -> "pool_full"
+        it had one (False)                        -> "tile_evicted"
+        neither it nor another was due one (None) -> "off_grid"
+        any of these, and nothing was loaded of a prefix on the host -> "load_rejected"
     """
     if match.loads and effective == match.on_device:
         return "digest_failed" if host_changed else "load_rejected"
     if effective < match.storage_end:
         return "storage_incomplete"
-    on_grid = match.nominal // step * step if step else 0
-    if max(on_grid, known.boundary) <= effective:
+    if was_dropped is None:
         return "off_grid"
-    if known.dropped and known.boundary >= on_grid:
-        return "pool_full"
-    return "tile_evicted"
+    return "pool_full" if was_dropped else "tile_evicted"
 
 
 @dataclass
@@ -127,19 +120,16 @@ class ReuseReceipts:
         first ``cached_tokens``.
         """
         effective, reason = req.prefix_len, ""
+        points = self._cache.tile_publisher.points
+        key = RadixKey(
+            req.full_untruncated_fill_ids, req.extra_key, cache_salt=req.cache_salt
+        )
         if effective < match.nominal:
-            planner = self._cache.token_to_kv_pool_allocator.capture_planner
-            key = RadixKey(
-                req.full_untruncated_fill_ids, req.extra_key, cache_salt=req.cache_salt
-            )
             reason = cut_reason(
                 match,
                 effective,
                 host_changed=self._host_changed(req),
-                step=planner.page_size * planner.stride,
-                known=self._cache.tile_publisher.points.deepest(
-                    key, effective, match.nominal
-                ),
+                was_dropped=points.was_dropped(key, effective, match.nominal),
             )
             self.counters.cuts[reason] += 1
         mode = "clipped" if reason else "exact" if effective else "cold"
@@ -154,6 +144,7 @@ class ReuseReceipts:
         if reason:
             receipt["reason"] = reason
         if effective:
+            points.settle(key, tiles=[effective])
             receipt["tile_tier"] = tier = _tile_tier(req, match, effective)
             self.counters.restores[tier] += 1
         if req.swa_receipt is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -17,16 +17,9 @@ if TYPE_CHECKING:
 _MOST_POINTS = 1 << 16
 
 
-class KnownPoint(NamedTuple):
-    """boundary: the length of the prefix, 0 if none is known. dropped: it never had a tile."""
-
-    boundary: int
-    dropped: bool
-
-
 class ReusePoints:
-    """Which reuse points got no tile since the device's pool was full, and which had one where
-    the stride keeps none: the tree does not remember why a prefix has no window.
+    """Which reuse points have no tile since the device had none free, and which had one where
+    the stride keeps none: the tree does not remember why a node has no window.
 
     A point is a 64-bit digest of namespace and tokens. Nodes would not do: the tree splits
     them, and rows come back from storage on new ones. Two prefixes of one digest would share a
@@ -38,41 +31,47 @@ class ReusePoints:
         # By digest: whether it was dropped. A point on the grid that is not here had a tile.
         self._dropped: OrderedDict[int, bool] = OrderedDict()
 
+    def clear(self) -> None:
+        """Nothing is cached any more."""
+        self._dropped.clear()
+
     def settle(
-        self, key: RadixKey, *, published: Iterable[int], dropped: Iterable[int]
+        self, key: RadixKey, *, tiles: Iterable[int] = (), dropped: Iterable[int] = ()
     ) -> None:
-        """Prefixes of ``key`` got a tile, or were due and got none; the last word counts.
+        """Prefixes of ``key`` have a tile, or were due and have none; the last word counts.
 
         Hashes ``key`` up to the last of them, unless there is nothing to write or to forget.
 
-        Example, page_size 256, stride 4, published (1_024, 1_280), dropped (2_048,):
+        Example, page_size 256, stride 4, tiles (1_024, 1_280), dropped (2_048,):
             1_280 had a tile, 2_048 was dropped, and 1_024 is known by not being there
         """
-        were_dropped = dict.fromkeys(published, False) | dict.fromkeys(dropped, True)
-        known = self._dropped
-        if not known and all(map(self._goes_without_saying, were_dropped.items())):
+        points = dict.fromkeys(tiles, False) | dict.fromkeys(dropped, True)
+        known, keeps = self._dropped, self._planner.keeps
+        new = {b for b, without in points.items() if without or not keeps(b)}
+        if not known and not new:
             return
-        for boundary, digest in _digests(key, sorted(were_dropped)):
+        for boundary, digest in _digests(key, sorted(points)):
             # Out and in again, so that it is the newest.
             known.pop(digest, None)
-            if not self._goes_without_saying((boundary, were_dropped[boundary])):
-                known[digest] = were_dropped[boundary]
+            if boundary in new:
+                known[digest] = points[boundary]
                 if len(known) > _MOST_POINTS:
                     known.popitem(last=False)
 
-    def deepest(self, key: RadixKey, after: int, up_to: int) -> KnownPoint:
-        """The longest known prefix of ``key`` of (after, up_to] tokens, both whole pages."""
-        found = KnownPoint(0, False)
-        page = self._planner.page_size
-        if self._dropped:
-            for boundary, digest in _digests(key, range(after + page, up_to + 1, page)):
-                if (dropped := self._dropped.get(digest)) is not None:
-                    found = KnownPoint(boundary, dropped)
-        return found
+    def was_dropped(self, key: RadixKey, after: int, up_to: int) -> bool | None:
+        """Whether the longest prefix of ``key`` that was due a tile got none; None if none was due.
 
-    def _goes_without_saying(self, point: tuple[int, bool]) -> bool:
-        boundary, dropped = point
-        return not dropped and self._planner.keeps(boundary)
+        Of its prefixes of (after, up_to] tokens, both whole pages.
+
+        Example, page_size 256, stride 4, after 256, up to 1_280, of which 768 was dropped:
+            False, 1_024 had one. The same up to 768: True. The same up to 512: None.
+        """
+        page, found = self._planner.page_size, None
+        for boundary, digest in _digests(key, range(after + page, up_to + 1, page)):
+            on_grid = False if self._planner.keeps(boundary) else None
+            if (dropped := self._dropped.get(digest, on_grid)) is not None:
+                found = dropped
+        return found
 
 
 def _digests(key: RadixKey, boundaries: Iterable[int]) -> Iterator[tuple[int, int]]:

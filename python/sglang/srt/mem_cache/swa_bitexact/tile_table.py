@@ -24,8 +24,8 @@ class RequestTiles:
     # Settled boundaries that decode captured, ascending: of no use once there is a newer one,
     # unless they lie on the grid and tiles are plenty.
     decoded: list[int] = field(default_factory=list)
-    # Boundaries that were to have a tile and have none since none was free; by boundary, whether
-    # decode crossed it. Until they are published, as tiles are.
+    # Boundaries that were due a tile and have none since none was free, or gave it up; by
+    # boundary, whether decode crossed it.
     dropped: dict[int, bool] = field(default_factory=dict)
     released: bool = False
 
