@@ -163,7 +163,7 @@ def replay(
             progress(number + 1)
         world.check()
         _, device_tiles, _, host_tiles = world.used()
-        counters, reuse = world.planner.counters, world.tree.restore_queue.counters
+        counters, reuse = world.planner.counters, world.tree.restore_queue.receipts.counters
         return {
             "nominal_blocks": reuse.nominal_tokens // PAGE,
             "effective_blocks": reuse.effective_tokens // PAGE,

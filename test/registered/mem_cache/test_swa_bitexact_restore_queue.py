@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from sglang.srt.mem_cache.swa_bitexact.restore import ReuseCounters
+from sglang.srt.mem_cache.swa_bitexact.receipt import ReceiptCounters
 from sglang.test.ci.ci_register import register_cpu_ci
 
 from kit.tile_cache import TileCache, server_context, tokens_from
@@ -27,12 +27,15 @@ def cache(request):
         assert cache.first.take_restores().boundaries == [0]
         cache.first.finish()
         cache.settle()
-        cache.tree.restore_queue.counters = ReuseCounters()
+        cache.tree.restore_queue.receipts.counters = ReceiptCounters()
         yield cache
 
 
-def counters(cache):
-    return cache.tree.restore_queue.counters
+def counted(cache):
+    """Slots with a prefix and without; tokens that rows alone would have matched, and that were reused."""
+    counters = cache.tree.restore_queue.receipts.counters
+    reused = sum(counters.restores.values())
+    return reused, sum(counters.modes.values()) - reused, counters.nominal_tokens, counters.effective_tokens
 
 
 def queued(request):
@@ -47,7 +50,7 @@ def test_a_match_for_reuse_arms_the_slot_that_follows(cache):
     assert (plan.slots, plan.boundaries, plan.warm) == ([a.req.kv.req_pool_idx], [3 * P], 1)
     assert (plan.layer_wise, plan.executed, plan.tile_ids.dtype) == (False, False, torch.int64)
     assert plan.tile_ids.tolist() == [cache.tile_id_at(cache.match(TOKENS))]
-    assert counters(cache) == ReuseCounters(reused=1, cold=0, nominal_tokens=3 * P, effective_tokens=3 * P)
+    assert counted(cache) == (1, 0, 3 * P, 3 * P)
     assert a.take_restores() is None
 
 
@@ -59,7 +62,7 @@ def test_a_probe_arms_nothing(cache):
     a.req.lock = cache.tree.lock(a.req.last_node)
     a.extend(3 * P + 1)
     assert a.take_restores() is None
-    assert counters(cache) == ReuseCounters()
+    assert counted(cache) == (0, 0, 0, 0)
 
 
 def test_a_probe_does_not_disarm(cache):
@@ -76,7 +79,7 @@ def test_a_later_chunk_is_not_restored(cache):
     a.checkpoint().req.init_next_round_input(for_reuse=True)
     a.extend(5 * P)
     assert a.take_restores() is None
-    assert (counters(cache).reused, counters(cache).cold) == (1, 0)
+    assert counted(cache)[:2] == (1, 0)
 
 
 def test_a_rejected_admission_counts_when_it_takes_a_slot(cache):
@@ -85,11 +88,11 @@ def test_a_rejected_admission_counts_when_it_takes_a_slot(cache):
     for _ in range(3):
         a.match()
         assert (a.req.prefix_len, a.req.swa_match.full_kv_hit_length) == (3 * P, 3 * P)
-    assert counters(cache) == ReuseCounters()
+    assert counted(cache) == (0, 0, 0, 0)
     cache.evict_device()
     a.admit(loads=False).extend(3 * P + 1)
     assert queued(a) == ([a.req.kv.req_pool_idx], [0])
-    assert counters(cache) == ReuseCounters(reused=0, cold=1, nominal_tokens=3 * P, effective_tokens=0)
+    assert counted(cache) == (0, 1, 3 * P, 0)
 
 
 def test_a_retracted_request_is_armed_by_its_next_match(cache):
@@ -99,12 +102,12 @@ def test_a_retracted_request_is_armed_by_its_next_match(cache):
     assert a.req.swa_match is None
     a.admit().extend(3 * P + 1)
     assert queued(a) == ([a.req.kv.req_pool_idx], [3 * P])
-    assert counters(cache) == ReuseCounters(reused=2, cold=0, nominal_tokens=6 * P, effective_tokens=6 * P)
+    assert counted(cache) == (2, 0, 6 * P, 6 * P)
     # Retracted between its match and its slot: the match is stale, and the next one replaces it.
     a.retract().match()
     a.admit().extend(3 * P + 1)
     assert queued(a) == ([a.req.kv.req_pool_idx], [3 * P])
-    assert counters(cache).reused == 3
+    assert counted(cache)[0] == 3
     a.abort()
     cache.check()
 
@@ -113,7 +116,7 @@ def test_a_clipped_match_is_counted_with_both_lengths(cache):
     """The rows of 2 pages are there, the window of the first alone."""
     a = TileRequest(cache, TOKENS[: 2 * P] + tokens_from(5000, 1), seed=2).admit().extend(2 * P + 1)
     assert queued(a) == ([a.req.kv.req_pool_idx], [P])
-    assert counters(cache) == ReuseCounters(reused=1, cold=0, nominal_tokens=2 * P, effective_tokens=P)
+    assert counted(cache) == (1, 0, 2 * P, P)
 
 
 def test_one_plan_for_the_batch_with_cold_slots_last(cache):
@@ -131,7 +134,7 @@ def test_one_plan_for_the_batch_with_cold_slots_last(cache):
     assert plan.boundaries == [3 * P, P, 0, 0]
     at = [cache.tile_id_at(cache.match(tokens)) for tokens in (TOKENS, TOKENS[:P])]
     assert (plan.tile_ids.tolist(), plan.warm) == ([*at, 0, 0], 2)
-    assert counters(cache) == ReuseCounters(reused=2, cold=2, nominal_tokens=4 * P, effective_tokens=4 * P)
+    assert counted(cache) == (2, 2, 4 * P, 4 * P)
 
 
 def test_a_prefix_that_ends_inside_a_page_is_a_programming_error(cache):

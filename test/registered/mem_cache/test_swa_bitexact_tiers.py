@@ -74,7 +74,7 @@ def test_a_load_without_a_tile_falls_back_to_what_the_device_has(cache, device_h
     b.extend(3 * P + 1)
     restores = b.take_restores()
     assert restores.boundaries == [device_has * P] and not restores.layer_wise
-    assert cache.tree.restore_queue.counters.nominal_tokens == 3 * P + device_has * P
+    assert cache.tree.restore_queue.receipts.counters.nominal_tokens == 3 * P + device_has * P
     b.abort()
     if keeper is not None:
         keeper.abort()

@@ -189,10 +189,7 @@ def snapshot(cache: UnifiedRadixCache) -> dict[str, int | Mapping[str, int]]:
     """Every counter and gauge of METRICS as it is now; with a label, by its values."""
     allocator = cache.token_to_kv_pool_allocator
     tiles = allocator.capture_planner.counters
-    reuse, receipts = (
-        cache.restore_queue.counters,
-        cache.restore_queue.receipts.counters,
-    )
+    receipts = cache.restore_queue.receipts.counters
     size, page_size = allocator.capture_pool.layout.nbytes, allocator.page_size
     controller = cache.cache_controller
     digests = None if controller is None else controller.tile_digests
@@ -214,13 +211,13 @@ def snapshot(cache: UnifiedRadixCache) -> dict[str, int | Mapping[str, int]]:
         "requests_total": receipts.modes,
         "restores_total": receipts.restores,
         "cuts_total": {reason: receipts.cuts[reason] for reason in REASONS},
-        "nominal_tokens_total": reuse.nominal_tokens,
-        "effective_tokens_total": reuse.effective_tokens,
+        "nominal_tokens_total": receipts.nominal_tokens,
+        "effective_tokens_total": receipts.effective_tokens,
         "tile_moved_bytes_total": {
             way: size * count
             for way, count in (
                 ("capture", tiles.captured),
-                ("restore", reuse.reused),
+                ("restore", sum(receipts.restores.values())),
                 ("device_to_host", moved.to_host),
                 ("host_to_device", moved.to_device),
                 ("host_to_storage", moved.to_storage),

@@ -78,7 +78,7 @@ class TilePublisher:
         published = sorted(boundary for boundary in owner.tiles if boundary in new)
         for boundary in published:
             if boundary == end:
-                result = self._insert_at_tile(insert, owner.tiles.pop(end))
+                result = self._insert_at_tile(insert, owner.tiles.pop(boundary))
                 break
             inner = replace(
                 insert,

@@ -75,11 +75,17 @@ def cut_reason(
 
 @dataclass
 class ReceiptCounters:
-    """Since start-up: requests that took a slot by mode, their cuts by reason, restores by tier."""
+    """Since start-up: requests that took a slot by mode, their cuts by reason, restores by tier.
+
+    nominal_tokens: what their compressed rows alone would have matched. effective_tokens: what
+    they reused.
+    """
 
     modes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MODES, 0))
     cuts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
     restores: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
+    nominal_tokens: int = 0
+    effective_tokens: int = 0
 
 
 class ReuseReceipts:
@@ -132,6 +138,8 @@ class ReuseReceipts:
                 was_dropped=points.was_dropped(key, effective, match.nominal),
             )
             self.counters.cuts[reason] += 1
+        self.counters.nominal_tokens += match.nominal
+        self.counters.effective_tokens += effective
         mode = "clipped" if reason else "exact" if effective else "cold"
         self.counters.modes[mode] += 1
         receipt: dict[str, int | str] = {

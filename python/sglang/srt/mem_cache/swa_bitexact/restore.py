@@ -33,20 +33,6 @@ _MOST_TIMES = 1024
 
 
 @dataclass
-class ReuseCounters:
-    """Since start-up, of requests that took a slot.
-
-    reused, cold: with a prefix and without. nominal_tokens: what their compressed rows alone
-    would have matched. effective_tokens: what was reused.
-    """
-
-    reused: int = 0
-    cold: int = 0
-    nominal_tokens: int = 0
-    effective_tokens: int = 0
-
-
-@dataclass
 class RestorePlan:
     """What one step restores before it reads any slot; made by the scheduler.
 
@@ -88,7 +74,6 @@ class RestoreQueue:
         self._req_to_token_pool = slots
         self._pin = is_pin_memory_available(slots.device)
         self._plan: RestorePlan | None = None
-        self.counters = ReuseCounters()
 
     def matched(self, params: MatchPrefixParams, result: MatchResult) -> None:
         """A tree match is done: one for reuse arms the request, a probe changes nothing.
@@ -115,22 +100,17 @@ class RestoreQueue:
             result, req.swa_match = req.swa_match, None
             if result is None:
                 continue
-            match = self.receipts.found(req.rid, result)
             assert req.prefix_len % self._page_size == 0, (
                 f"request {req.rid} reuses {req.prefix_len} tokens, expected whole pages of "
                 f"{self._page_size}: no tile ends there"
             )
             taken.append((slot, req.prefix_len))
-            self.counters.nominal_tokens += match.nominal
-            self.receipts.take(req, match)
+            self.receipts.take(req, self.receipts.found(req.rid, result))
         if not taken:
             return
         taken.sort(key=lambda slot_and_prefix: slot_and_prefix[1] == 0)
         slots, boundaries = [list(column) for column in zip(*taken, strict=True)]
         self._plan = RestorePlan(slots, boundaries, self._tiles_at(slots, boundaries))
-        self.counters.reused += self._plan.warm
-        self.counters.cold += len(slots) - self._plan.warm
-        self.counters.effective_tokens += sum(boundaries)
         self._plan.host_seconds = time.perf_counter() - began
 
     def take(self, *, layer_wise: bool) -> RestorePlan | None:
