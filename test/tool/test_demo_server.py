@@ -16,6 +16,13 @@ from sglang_bitexact.demo.server import Server
 from sglang_bitexact.errors import BitexactError
 
 
+@pytest.mark.parametrize("arguments", [["--port", "31555"], ["--dp-size", "1", "--port=31555", "--host", "0.0.0.0"]])
+def test_a_port_among_the_servers_arguments_is_where_it_is_asked(tmp_path: Path, arguments: list[str]):
+    """As in `make serve SERVE="--port 31555"`."""
+    assert Server(tmp_path, arguments, tmp_path / "server.log", port=30000).url == "http://127.0.0.1:31555"
+    assert Server(tmp_path, [], tmp_path / "server.log", port=30000).url == "http://127.0.0.1:30000"
+
+
 def test_a_server_that_ends_by_itself_is_an_error_with_the_end_of_its_log(tmp_path: Path):
     log = tmp_path / "server.log"
     log.write_text("loading\nout of memory\n")

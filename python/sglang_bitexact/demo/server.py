@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import signal
@@ -26,6 +27,13 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _port(command: Sequence[str]) -> int:
+    """The last ``--port`` of ``command``, as the server reads it: ("--port", "1", "--port=2") -> 2."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--port", type=int)
+    return int(parser.parse_known_args(command)[0].port)
 
 
 # Process groups of the servers that run, for whoever has to end them from another thread.
@@ -53,8 +61,8 @@ def hicache_arguments(layout: str) -> tuple[str, ...]:
 class Server:
     """``python -m sglang.launch_server`` on the CPU platform; use as a context manager.
 
-    tree: directory that holds the ``sglang`` to run (None: the installed one).
-    log: receives stdout and stderr, of all starts. environment: added to this process's.
+    arguments: of the server; ``--port`` among them wins over ``port`` and over a free one. tree: directory
+    that holds the ``sglang`` to run (None: the installed one). log: receives stdout and stderr, of all starts. environment: added to this process's.
     """
 
     def __init__(
@@ -72,7 +80,7 @@ class Server:
             *("--host", "127.0.0.1", "--port", str(port or free_port())),
             *arguments,
         ]
-        self.url = f"http://127.0.0.1:{self._command[self._command.index('--port') + 1]}"
+        self.url = f"http://127.0.0.1:{_port(self._command)}"
         self._log = log
         self._environment = {**os.environ, "SGLANG_PLATFORM": "cpu_ref", **(environment or {})}
         if tree is not None:
