@@ -61,8 +61,9 @@ def hicache_arguments(layout: str) -> tuple[str, ...]:
 class Server:
     """``python -m sglang.launch_server`` on the CPU platform; use as a context manager.
 
-    arguments: of the server; ``--port`` among them wins over ``port`` and over a free one. tree: directory
-    that holds the ``sglang`` to run (None: the installed one). log: receives stdout and stderr, of all starts. environment: added to this process's.
+    arguments: of the server; ``--port`` among them wins over ``port``, and that over a free one.
+    tree: directory that holds the ``sglang`` to run (None: the installed one). log: receives stdout
+    and stderr, of all starts. environment: added to this process's.
     """
 
     def __init__(
