@@ -40,7 +40,6 @@ FIRST_PART = {
         "faults_memory",
         "faults_storage",
         "faults_storage_writes",
-        "kinds_lengths",
         "kinds_ranks",
         "kinds_speculative",
         "kinds_storage",
@@ -56,7 +55,7 @@ FIRST_PART = {
         "tile_reader",
         "tiers",
     ),
-    5: ("checksum", "coupling", "metrics"),
+    5: ("checksum", "coupling", "kinds_lengths", "metrics"),
 }
 
 
