@@ -34,7 +34,6 @@ FIRST_PART = {
         *("tile_calls", "tile_kernels", "tile_restore", "tile_restore_calls", "tile_runs"),
     ),
     4: (
-        "aborts",
         "digests",
         "evict",
         "faults_memory",
@@ -51,11 +50,10 @@ FIRST_PART = {
         "receipt",
         "restore_queue",
         "reuse_points",
-        "stored_rows",
         "tile_reader",
         "tiers",
     ),
-    5: ("checksum", "coupling", "kinds_lengths", "metrics"),
+    5: ("aborts", "checksum", "coupling", "kinds_lengths", "metrics", "stored_rows"),
 }
 
 
