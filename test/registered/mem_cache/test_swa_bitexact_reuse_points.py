@@ -50,6 +50,25 @@ def test_the_longest_prefix_that_was_due_a_tile(points):
     assert points.was_dropped(key(), 0, 3 * P) is None
 
 
+@pytest.mark.parametrize(
+    ("effective", "stride", "due"),
+    [
+        (1024, 4, None),
+        (512, 4, False),
+        (768, 4, False),
+        (1024, 1, False),
+        (1536, 1, False),
+        (0, 8, None),
+        (0, 7, False),
+        (0, 0, None),
+    ],
+)
+def test_what_the_stride_says_about_a_cut(effective, stride, due):
+    """Rows up to page 7, nothing known."""
+    points = ReusePoints(CapturePlanner(tile_pools(), stride))
+    assert points.was_dropped(key(), effective, 7 * 256) is due
+
+
 def test_what_goes_on_the_grid_is_known_by_not_being_there(points):
     points.settle(key(), tiles=[4 * P, 8 * P])
     assert len(points._dropped) == 0

@@ -66,7 +66,8 @@ class TilePublisher:
 
         Takes the published tiles out of ``req.swa_tiles``, and moves ``insert``'s floor and
         inserted lengths. Tiles beyond its end stay in the table, and so do those inside the
-        protected prefix, which the tree has already. ``points`` learns of both kinds.
+        protected prefix, which the tree has already. ``points`` learns what has a tile now, and
+        what was due one and has none.
 
         Example, page_size 256, protected prefix 256, key of 1,280, tiles at 768 and 1,280:
             insert [0, 768):    prev_prefix_len 256, floor 512, mapped [512, 768)
